@@ -1,0 +1,9 @@
+"""LangChain middleware that small local models need, and a short way to an agent that has it."""
+
+from __future__ import annotations
+
+from dlite_agent.agent.factory import create_dlite_agent
+from dlite_agent.agent.invalid_calls import InvalidCallRetry
+from dlite_agent.agent.repeat_guard import RepeatGuard
+
+__all__ = ["InvalidCallRetry", "RepeatGuard", "create_dlite_agent"]

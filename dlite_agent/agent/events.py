@@ -1,0 +1,120 @@
+"""One turn of an agent as a stream of small events, for terminals, scripts and the demo alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, ToolMessage
+
+from dlite_agent.prompting.messages import METADATA_KEY
+
+
+@dataclass(frozen=True, slots=True)
+class TextEvent:
+    """A piece of the model's text."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolEvent:
+    """A tool call the model made."""
+
+    name: str
+    args: dict[str, Any]
+    is_valid: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ResultEvent:
+    """What a tool answered."""
+
+    name: str
+    text: str
+    is_error: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PlanEvent:
+    """The plan as it is now: items with `content` and `status`."""
+
+    todos: list[dict[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class CallEvent:
+    """Figures of one model call; `stats` are those of `response_metadata["dlite"]["stats"]`."""
+
+    input_tokens: int
+    output_tokens: int
+    finish_reason: str
+    stats: dict[str, Any]
+
+    @property
+    def tau(self) -> float:
+        """Tokens per target pass, the prefill's token not counted (1.0 is plain decoding)."""
+        passes = self.stats.get("passes", 0)
+        return (self.output_tokens - 1) / passes if passes else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Decoded tokens per second, prefill apart."""
+        seconds = (self.stats.get("draft_us", 0) + self.stats.get("target_us", 0)) / 1e6
+        return (self.output_tokens - 1) / seconds if seconds else 0.0
+
+
+AgentEvent = TextEvent | ToolEvent | ResultEvent | PlanEvent | CallEvent
+
+
+def run_turn(graph: Any, text: str | None, config: dict[str, Any]) -> Iterator[AgentEvent]:
+    """Run one turn of a compiled agent graph.
+
+    Args:
+        graph: From `create_dlite_agent` or `create_agent`.
+        text: What the person says; None goes on where an interrupted turn stopped.
+        config: LangGraph config with a `thread_id`.
+    """
+    given = None if text is None else {"messages": [HumanMessage(text)]}
+    for mode, payload in graph.stream(given, config, stream_mode=["messages", "updates"]):
+        if mode == "messages":
+            message = payload[0]
+            if isinstance(message, AIMessageChunk) and isinstance(message.content, str) and message.content:
+                yield TextEvent(message.content)
+            continue
+        for update in payload.values():
+            yield from _update_events(update)
+
+
+def as_json(event: AgentEvent) -> dict[str, Any]:
+    """Return an event as a JSON object with its kind in `event`."""
+    return {"event": type(event).__name__.removesuffix("Event").lower(), **asdict(event)}
+
+
+def _update_events(update: Any) -> Iterator[AgentEvent]:
+    if not isinstance(update, dict):
+        return
+    for message in update.get("messages") or ():
+        if isinstance(message, AIMessage):
+            yield from _reply_events(message)
+        elif isinstance(message, ToolMessage):
+            yield ResultEvent(message.name or "", str(message.content), message.status == "error")
+    if update.get("todos"):
+        yield PlanEvent([dict(todo) for todo in update["todos"]])
+
+
+def _reply_events(message: AIMessage) -> Iterator[AgentEvent]:
+    record = message.response_metadata.get(METADATA_KEY) or {}
+    usage = message.usage_metadata
+    if usage is not None:
+        yield CallEvent(
+            usage["input_tokens"],
+            usage["output_tokens"],
+            str(message.response_metadata.get("finish_reason", "")),
+            dict(record.get("stats") or {}),
+        )
+    for call in message.tool_calls:
+        yield ToolEvent(call["name"], call["args"])
+    for invalid in message.invalid_tool_calls:
+        yield ToolEvent(invalid["name"] or "", {"raw": invalid["args"]}, is_valid=False)

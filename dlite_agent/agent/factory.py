@@ -1,0 +1,55 @@
+"""The short way to an agent: a normal compiled LangGraph graph with the middleware small models need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from langchain.agents import create_agent
+from langchain.agents.middleware import AgentMiddleware, TodoListMiddleware
+from langchain_core.language_models import BaseChatModel
+from langchain_core.tools import BaseTool
+
+from dlite_agent.agent.invalid_calls import InvalidCallRetry
+from dlite_agent.agent.repeat_guard import RepeatGuard
+
+SYSTEM_PROMPT = (
+    "You are a careful assistant that works in a folder of files with tools. Do exactly what the last message asks: "
+    "one tool call at a time, and when it is done, say so in one sentence."
+)
+_PLAN_PROMPT = "Keep the plan with write_todos: give the whole list, each item with its content and status."
+_PLAN_DESCRIPTION = (
+    "Write or update the plan: the whole list of steps, each with content and status (pending, in_progress, completed)."
+)
+
+
+def create_dlite_agent(
+    model: BaseChatModel,
+    tools: Sequence[BaseTool | Callable[..., Any]],
+    *,
+    checkpointer: Any = None,
+    system_prompt: str = SYSTEM_PROMPT,
+    has_plan: bool = True,
+    middleware: Sequence[AgentMiddleware[Any, Any, Any]] = (),
+) -> Any:
+    """Return `langchain.agents.create_agent` with our middleware in front of the caller's.
+
+    The plan is LangChain's TodoListMiddleware with short texts: its own take 1,500 tokens, a minute of a CPU's prefill.
+    The texts are fixed, so the prompt only ever grows and stays cached.
+
+    Args:
+        model: Any chat model; `ChatDLite` keeps its sessions.
+        tools: LangChain tools or functions.
+        checkpointer: Where LangGraph keeps the conversation, such as `RedisSaver`.
+        system_prompt: The system message.
+        has_plan: Whether the agent has a plan (`write_todos`).
+        middleware: More middleware.
+    """
+    plan = [TodoListMiddleware(system_prompt=_PLAN_PROMPT, tool_description=_PLAN_DESCRIPTION)] if has_plan else []
+    return create_agent(
+        model,
+        list(tools),
+        system_prompt=system_prompt,
+        middleware=[*plan, InvalidCallRetry(), RepeatGuard(), *middleware],
+        checkpointer=checkpointer,
+    )

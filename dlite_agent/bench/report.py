@@ -1,0 +1,45 @@
+"""The JSON line that ends every benchmark: what was measured, on what, with which versions."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+
+def json_line(bench: str, figures: Mapping[str, float], **configuration: Any) -> str:
+    """Return one line of JSON with figures, configuration, machine and versions."""
+    import torch
+
+    machine = {
+        "processor": _processor(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "system": platform.platform(),
+    }
+    versions = {name: version(name) for name in ("torch", "transformers", "dlite-agent")}
+    fields = {"bench": bench, "figures": dict(figures), "configuration": configuration}
+    return json.dumps({**fields, "machine": machine, "versions": versions, "commit": _commit()})
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
+
+
+def _commit() -> str | None:
+    """Return the commit of the checkout this package lies in, or None outside one."""
+    folder = Path(__file__).resolve().parent
+    command = ["git", "-C", str(folder), "rev-parse", "--short", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except OSError:
+        return None
+    return done.stdout.strip() or None

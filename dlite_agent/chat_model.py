@@ -1,0 +1,261 @@
+"""ChatDLite: a LangChain chat model over a local target with DLite speculation and sessions that persist.
+
+Everything a call does is one generator (`dlite_agent.reply`) on the engine's thread; `invoke`, `stream` and their
+asynchronous twins only carry its chunks to the caller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
+from langchain_core.language_models import BaseChatModel, LanguageModelInput
+from langchain_core.language_models.chat_models import LangSmithParams, generate_from_stream
+from langchain_core.messages import AIMessage, BaseMessage
+from langchain_core.outputs import ChatGenerationChunk, ChatResult
+from langchain_core.runnables import Runnable, ensure_config
+from langchain_core.tools import BaseTool
+from langchain_core.utils.function_calling import convert_to_openai_tool
+from pydantic import ConfigDict, Field
+
+from dlite_agent.config import Settings
+from dlite_agent.errors import ConfigError
+from dlite_agent.reply import PROVIDER, Call, stream_reply
+
+if TYPE_CHECKING:
+    from dlite_agent.engine.scheduler import Job
+    from dlite_agent.runtime import Runtime
+
+Tool = dict[str, Any] | type | Callable[..., Any] | BaseTool
+
+
+class ChatDLite(BaseChatModel):
+    """A local model for LangChain and LangGraph whose sessions survive their process.
+
+    The text is exactly the target model's own: token-identical to plain decoding, greedy or seeded.
+
+    Example:
+        >>> model = ChatDLite(model="qwen2.5-coder-1.5b", session_store="auto")
+        >>> model.bind_tools([search]).invoke("...", config={"configurable": {"thread_id": "42"}})
+
+    Attributes:
+        model: A registry name (`dlite-agent models`), a local folder or a hub id.
+        drafter: "auto", "lookup", "null" (plain decoding) or the folder of a DLite checkpoint.
+        quantize: "int8" for int8 weights (a target of its own, several times faster on a CPU), None for float32,
+            "auto" for what the registry says of the model.
+        temperature: 0 is greedy.
+        top_k: Keep the k most likely tokens; 0 keeps all.
+        top_p: Keep the fewest tokens that together have this probability.
+        seed: Names the sampling noise; the same seed gives the same text with any drafter.
+        max_tokens: Upper bound of tokens per reply.
+        max_draft: Longest draft that is verified at once.
+        session_store: Where sessions persist: None (RAM only), "auto" (`REDIS_URL`, else the embedded server), a Redis
+            URL, or a `SessionStore`.
+        settings: Folders, threads and server address.
+        on_prefill: Told (rows done, rows to do) after every prefill chunk, on the engine's thread.
+    """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True, populate_by_name=True)
+
+    model: str = Field(alias="model_name")
+    drafter: str = "auto"
+    quantize: Literal["auto", "int8"] | None = "auto"
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    max_tokens: int = 1024
+    max_draft: int = 7
+    session_store: Any = Field(default=None, exclude=True)
+    settings: Settings = Field(default_factory=Settings, exclude=True)
+    on_prefill: Callable[[int, int], None] | None = Field(default=None, exclude=True)
+    cache: Any = Field(default=False, exclude=True)
+
+    @property
+    def _llm_type(self) -> str:
+        return "dlite-chat"
+
+    @property
+    def _identifying_params(self) -> dict[str, Any]:
+        """What decides the text of a reply; the drafter does not."""
+        names = ("model", "quantize", "temperature", "top_k", "top_p", "seed", "max_tokens")
+        return {name: getattr(self, name) for name in names}
+
+    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
+        params = super()._get_ls_params(stop=stop, **kwargs)
+        params["ls_provider"] = PROVIDER
+        params["ls_model_name"] = self.model
+        return params
+
+    def bind_tools(
+        self, tools: Sequence[Tool], *, tool_choice: str | dict[str, Any] | bool | None = None, **kwargs: Any
+    ) -> Runnable[LanguageModelInput, AIMessage]:
+        """Offer tools to the model.
+
+        Args:
+            tools: Functions, pydantic classes, LangChain tools or OpenAI-style dicts.
+            tool_choice: None or "auto" (the model decides), "none", "any", True or "required" (some call is made), or
+                the name of a tool, plain or as an OpenAI-style dict (that tool is called).
+            kwargs: Bound to every call.
+
+        Raises:
+            ConfigError: If `tool_choice` names no tool of `tools`.
+        """
+        formatted = [convert_to_openai_tool(tool) for tool in tools]
+        choice = _tool_choice(tool_choice, [tool["function"]["name"] for tool in formatted])
+        return super().bind(tools=formatted, tool_choice=choice, **kwargs)  # type: ignore[return-value]
+
+    def warm_up(self) -> None:
+        """Load the weights now instead of at the first call."""
+        _ = self.runtime
+
+    def _generate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        return generate_from_stream(self._stream(messages, stop, run_manager, **kwargs))
+
+    async def _agenerate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        chunks = [chunk async for chunk in self._astream(messages, stop, run_manager, **kwargs)]
+        return generate_from_stream(iter(chunks))
+
+    def _stream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> Iterator[ChatGenerationChunk]:
+        call = self._call(messages, stop, run_manager, kwargs)
+        events: queue.SimpleQueue[tuple[str, object]] = queue.SimpleQueue()
+        job = self._submit(self.runtime, call, lambda kind, value: events.put((kind, value)))
+        try:
+            while (chunk := _chunk_of(*events.get())) is not None:
+                yield chunk
+        finally:
+            job.cancel()
+
+    async def _astream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[ChatGenerationChunk]:
+        call = self._call(messages, stop, run_manager, kwargs)
+        loop = asyncio.get_running_loop()
+        runtime = await loop.run_in_executor(None, lambda: self.runtime)
+        events: asyncio.Queue[tuple[str, object]] = asyncio.Queue()
+
+        def deliver(kind: str, value: object) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(events.put_nowait, (kind, value))
+
+        job = self._submit(runtime, call, deliver)
+        try:
+            while (chunk := _chunk_of(*await events.get())) is not None:
+                yield chunk
+        finally:
+            job.cancel()
+
+    @property
+    def runtime(self) -> Runtime:
+        """The engine and what belongs to it, shared by the process's models of the same weights."""
+        from dlite_agent.runtime import shared_runtime  # torch and transformers load here, not at import
+
+        store = _open_store(self.session_store, self.settings)
+        return shared_runtime(
+            self.model, drafter=self.drafter, quantize=self.quantize, store=store, settings=self.settings
+        )
+
+    @staticmethod
+    def _submit(runtime: Runtime, call: Call, deliver: Callable[[str, object], None]) -> Job[ChatGenerationChunk]:
+        from dlite_agent.engine.scheduler import Job
+
+        job: Job[ChatGenerationChunk] = Job(lambda job: stream_reply(runtime, call, job), deliver)
+        runtime.scheduler.submit(job)
+        return job
+
+    def _call(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None,
+        run_manager: CallbackManagerForLLMRun | AsyncCallbackManagerForLLMRun | None,
+        kwargs: dict[str, Any],
+    ) -> Call:
+        """Collect what one call asks for; settings bound to the call go before those of the model."""
+        metadata = run_manager.metadata if run_manager is not None else {}
+        thread_id, namespace = _identity(kwargs.get("session_id"), metadata)
+        return Call(
+            messages=tuple(messages),
+            tools=tuple(kwargs.get("tools") or ()),
+            tool_choice=kwargs.get("tool_choice") or "auto",
+            stops=tuple(stop or ()),
+            thread_id=thread_id,
+            namespace=namespace,
+            temperature=kwargs.get("temperature", self.temperature),
+            top_k=kwargs.get("top_k", self.top_k),
+            top_p=kwargs.get("top_p", self.top_p),
+            seed=kwargs.get("seed", self.seed),
+            max_tokens=kwargs.get("max_tokens", self.max_tokens),
+            max_draft=kwargs.get("max_draft", self.max_draft),
+            on_prefill=self.on_prefill,
+        )
+
+
+def _tool_choice(choice: str | dict[str, Any] | bool | None, names: Sequence[str]) -> str:
+    """Reduce LangChain's ways of choosing a tool to "auto", "none", "any" or a name."""
+    if choice is None or choice is False or choice == "auto":
+        return "auto"
+    if choice is True or choice in ("any", "required"):
+        return "any"
+    name = choice.get("function", {}).get("name") if isinstance(choice, dict) else choice
+    if name == "none" or name in names:
+        return str(name)
+    raise ConfigError(f"tool_choice is {choice!r}; expected auto, none, any or one of {', '.join(names)}")
+
+
+def _identity(session_id: str | None, metadata: dict[str, Any] | None) -> tuple[str | None, str]:
+    """Return the thread and namespace a call belongs to; per-step task ids are left out of the namespace."""
+    if session_id is not None:
+        return session_id, ""
+    configurable = ensure_config().get("configurable") or {}
+    thread_id = configurable.get("thread_id") or (metadata or {}).get("thread_id")
+    if thread_id is None:
+        return None, ""
+    namespace = str(configurable.get("checkpoint_ns") or "")
+    return str(thread_id), "|".join(part.split(":")[0] for part in namespace.split("|"))
+
+
+def _open_store(spec: Any, settings: Settings) -> Any:
+    """Return the session store of a spec; stores made from one spec are made once per process."""
+    from dlite_agent.sessions.opening import open_store
+    from dlite_agent.sessions.store import SessionStore
+
+    if spec is None or isinstance(spec, SessionStore):
+        return spec
+    if not isinstance(spec, str):
+        raise ConfigError(f"session_store is a {type(spec).__name__}; expected None, 'auto', a URL or a SessionStore")
+    return open_store(spec, settings)
+
+
+def _chunk_of(kind: str, value: object) -> ChatGenerationChunk | None:
+    if kind == "failed":
+        assert isinstance(value, BaseException)
+        raise value
+    if kind == "done":
+        return None
+    assert isinstance(value, ChatGenerationChunk)
+    return value

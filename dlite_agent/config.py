@@ -1,0 +1,59 @@
+"""The one place where the environment is read: folders, server address, thread count."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dlite_agent.errors import ConfigError
+
+
+def _default_home() -> Path:
+    home = os.environ.get("DLITE_HOME")
+    if home:
+        return Path(home).expanduser()
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(cache).expanduser() / "dlite-agent"
+
+
+def _default_threads() -> int:
+    text = os.environ.get("DLITE_THREADS")
+    if text is None:
+        return os.cpu_count() or 1
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"DLITE_THREADS is {text!r}; expected a positive whole number, or leave it unset")
+    return int(text)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Process-wide settings; each default lives here once.
+
+    Attributes:
+        home: Folder for models, calibration tables and the embedded server's data (`DLITE_HOME`).
+        redis_url: Server to use instead of the embedded one (`REDIS_URL`), or None.
+        threads: Compute threads for the target and the drafter (`DLITE_THREADS`).
+        offline: Never open a network connection (`DLITE_OFFLINE` or `HF_HUB_OFFLINE` set to 1).
+    """
+
+    home: Path = field(default_factory=_default_home)
+    redis_url: str | None = field(default_factory=lambda: os.environ.get("REDIS_URL") or None)
+    threads: int = field(default_factory=_default_threads)
+    offline: bool = field(
+        default_factory=lambda: "1" in (os.environ.get("DLITE_OFFLINE"), os.environ.get("HF_HUB_OFFLINE"))
+    )
+
+    def __post_init__(self) -> None:
+        if self.threads < 1:
+            raise ConfigError(f"threads is {self.threads}; expected at least 1")
+
+    @property
+    def models_dir(self) -> Path:
+        """Folder of downloaded and converted models."""
+        return self.home / "models"
+
+    @property
+    def server_dir(self) -> Path:
+        """Data folder of the embedded server."""
+        return self.home / "server"

@@ -1,0 +1,1 @@
+"""The demo: a real agent works, is killed, and resumes for free."""

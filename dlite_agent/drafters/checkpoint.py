@@ -1,0 +1,181 @@
+"""Reading and writing DLite checkpoints (`dlite_v1`): config.json and safetensors, validated field by field."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from dlite_agent.drafters.dlite import DLiteConfig, DLiteModel
+from dlite_agent.engine.target import pivot_layer_ids
+from dlite_agent.errors import ConfigError, DrafterFormatError, DrafterMismatchError
+
+VERSION = "dlite_v1"
+_ROLE = "pivot_q_student"
+_HEAD = "rnn"
+_PLAIN = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "num_target_layers",
+    "block_size",
+)
+_NESTED = ("anchor_group_size", "sequential_rank", "mask_token_id")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        fields = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise DrafterFormatError(f"{path} does not exist; expected a folder with a DLite checkpoint") from error
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise DrafterFormatError(f"{path} is not readable JSON ({error})") from error
+    if not isinstance(fields, dict):
+        raise DrafterFormatError(f"{path} holds a {type(fields).__name__}; expected an object")
+    return fields
+
+
+def _require(fields: Mapping[str, Any], name: str, kind: type, *, where: str) -> Any:
+    value = fields.get(name)
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise DrafterFormatError(f"{where}.{name} is {value!r}; expected {kind.__name__}")
+    return value
+
+
+def _expect(got: object, expected: object, *, field: str) -> None:
+    if got != expected:
+        raise DrafterFormatError(f"{field} is {got!r}; expected {expected!r}")
+
+
+def _rope_theta(fields: Mapping[str, Any]) -> float:
+    """Read the RoPE base from either of the two places that configs have it in."""
+    nested = fields.get("rope_parameters") or {}
+    if nested.get("rope_type", "default") != "default":
+        raise DrafterFormatError(f"rope_parameters.rope_type is {nested['rope_type']!r}; expected 'default'")
+    theta = nested.get("rope_theta", fields.get("rope_theta"))
+    if not isinstance(theta, int | float):
+        raise DrafterFormatError(f"rope_theta is {theta!r}; expected a number")
+    return float(theta)
+
+
+def read_config(folder: Path) -> DLiteConfig:
+    """Read and validate a checkpoint's configuration.
+
+    Raises:
+        DrafterFormatError: Naming the field, what it is and what was expected.
+    """
+    fields = _read_json(folder / "config.json")
+    nested = _require(fields, "dlite_config", dict, where="config")
+    _expect(nested.get("architecture_version"), VERSION, field="dlite_config.architecture_version")
+    _expect(nested.get("model_role"), _ROLE, field="dlite_config.model_role")
+    _expect(nested.get("sequential_head"), _HEAD, field="dlite_config.sequential_head")
+    plain = {name: _require(fields, name, int, where="config") for name in _PLAIN}
+    inner = {name: _require(nested, name, int, where="dlite_config") for name in _NESTED}
+    layer_ids = tuple(_require(nested, "target_layer_ids", list, where="dlite_config"))
+    _expect(nested.get("chs_num_layers"), len(layer_ids), field="dlite_config.chs_num_layers")
+    default_head_dim = plain["hidden_size"] // plain["num_attention_heads"]
+    try:
+        rule = pivot_layer_ids(plain["num_target_layers"], len(layer_ids))
+        _expect(layer_ids, rule, field="dlite_config.target_layer_ids")
+        return DLiteConfig(
+            **plain,
+            **inner,
+            target_layer_ids=layer_ids,
+            head_dim=fields.get("head_dim") or default_head_dim,
+            rope_theta=_rope_theta(fields),
+            rms_norm_eps=float(fields.get("rms_norm_eps", 1e-6)),
+            attention_bias=bool(fields.get("attention_bias", False)),
+        )
+    except ConfigError as error:
+        raise DrafterFormatError(f"{folder / 'config.json'}: {error}") from error
+
+
+def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Read one safetensors file, or the shards that its index names."""
+    index = folder / "model.safetensors.index.json"
+    names = ["model.safetensors"]
+    if index.is_file():
+        weight_map = _require(_read_json(index), "weight_map", dict, where="index")
+        names = sorted(set(weight_map.values()))
+    tensors: dict[str, torch.Tensor] = {}
+    for name in names:
+        if Path(name).name != name:
+            raise DrafterFormatError(f"{index} names the file {name!r}; expected a file of the same folder")
+        try:
+            tensors |= load_file(folder / name)
+        except (OSError, SafetensorError) as error:
+            raise DrafterFormatError(f"{folder / name} cannot be read ({error}); fetch the checkpoint again") from error
+    return tensors
+
+
+def load(folder: Path, *, dtype: torch.dtype | None = None) -> DLiteModel:
+    """Load a `dlite_v1` checkpoint.
+
+    Args:
+        folder: Holds config.json and model.safetensors, or shards and their index.
+        dtype: Compute type; None keeps the stored one.
+
+    Raises:
+        DrafterFormatError: If the checkpoint is damaged, incomplete or of another format.
+    """
+    config = read_config(folder)
+    tensors = _read_tensors(folder)
+    with torch.device("meta"):
+        model = DLiteModel(config)
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    for name, shape in expected.items():
+        if name not in tensors:
+            raise DrafterFormatError(f"{folder} lacks the tensor {name} {list(shape)}")
+        got = tuple(tensors[name].shape)
+        if got != shape:
+            raise DrafterFormatError(f"{folder}: tensor {name} has shape {list(got)}; expected {list(shape)}")
+    if unknown := sorted(set(tensors) - set(expected)):
+        raise DrafterFormatError(f"{folder}: tensors {unknown[:4]} are not part of {VERSION}")
+    model.load_state_dict(tensors, assign=True)
+    return model if dtype is None else model.to(dtype)
+
+
+def save(model: DLiteModel, folder: Path) -> None:
+    """Write a model as a `dlite_v1` checkpoint."""
+    config = model.config
+    fields: dict[str, Any] = {name: getattr(config, name) for name in _PLAIN}
+    for name in ("head_dim", "rope_theta", "rms_norm_eps", "attention_bias"):
+        fields[name] = getattr(config, name)
+    fields |= {"architectures": ["DLiteDraftModel"], "model_type": "qwen3"}
+    fields["dlite_config"] = {
+        "architecture_version": VERSION,
+        "model_role": _ROLE,
+        "chs_num_layers": len(config.target_layer_ids),
+        "target_layer_ids": list(config.target_layer_ids),
+        "sequential_head": _HEAD,
+        **{name: getattr(config, name) for name in _NESTED},
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(model.state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(fields, indent=1) + "\n")
+
+
+def check_target(config: DLiteConfig, *, hidden_size: int, vocab_size: int, num_layers: int) -> None:
+    """Refuse a drafter that was made for another target.
+
+    Raises:
+        DrafterMismatchError: Naming the field, the drafter's value and the target's.
+    """
+    pairs = {
+        "hidden_size": (config.hidden_size, hidden_size),
+        "vocab_size": (config.vocab_size, vocab_size),
+        "num_target_layers": (config.num_target_layers, num_layers),
+    }
+    for field, (got, expected) in pairs.items():
+        if got != expected:
+            raise DrafterMismatchError(
+                f"the drafter's {field} is {got} and the target's {expected}; use a drafter trained for this target"
+            )

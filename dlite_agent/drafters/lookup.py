@@ -1,0 +1,53 @@
+"""Prompt lookup: what followed the same words before is likely to follow them again (tool names, paths, JSON keys).
+
+The session's own token ids are the index; one vectorized scan per draft, nothing is kept.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from dlite_agent.drafters.protocol import DraftView, Proposal
+from dlite_agent.errors import ConfigError
+
+
+class LookupDrafter:
+    """Continues the longest earlier match of the text's last tokens; of equally long ones the latest."""
+
+    name = "lookup"
+
+    def __init__(self, *, min_match: int = 2, max_match: int = 16) -> None:
+        """Set how many last tokens must (`min_match`) and may (`max_match`) agree.
+
+        Raises:
+            ConfigError: If not 1 <= min_match <= max_match.
+        """
+        if not 1 <= min_match <= max_match:
+            raise ConfigError(f"min_match {min_match}, max_match {max_match}; expected 1 <= min_match <= max_match")
+        self.min_match = min_match
+        self.max_match = max_match
+
+    def propose(self, view: DraftView) -> Proposal:
+        """Return what followed the longest match, at most `view.max_tokens` tokens."""
+        ids = view.ids
+        if len(view.drafted):
+            ids = np.concatenate([ids, np.asarray(view.drafted, dtype=np.int32)])
+        end = self._match_end(ids)
+        return Proposal(() if end is None else ids[end : end + view.max_tokens].tolist(), self.name)
+
+    def _match_end(self, ids: npt.NDArray[np.int32]) -> int | None:
+        """Return the index behind the best match, or None if no match is long enough."""
+        if len(ids) <= self.min_match:
+            return None
+        ends = np.flatnonzero(ids[:-1] == ids[-1])  # index of each candidate's last token
+        length = 1
+        while len(ends) and length < self.max_match:
+            reachable = ends[ends >= length]
+            longer = reachable[ids[reachable - length] == ids[len(ids) - 1 - length]]
+            if not len(longer):
+                break
+            ends, length = longer, length + 1
+        if not len(ends) or length < self.min_match:
+            return None
+        return int(ends[-1]) + 1

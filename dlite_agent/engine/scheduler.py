@@ -1,0 +1,111 @@
+"""Many callers, one set of weights: a single thread runs everybody's decoding, one step each in turn.
+
+All tensor work happens on that thread, so callers may be threads or asyncio tasks, a cancelled caller stops within one
+step, and an exception in one caller's code never reaches another's decoding.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from typing import Generic, TypeVar
+
+from dlite_agent.errors import DLiteError
+
+T = TypeVar("T")
+
+
+class Job(Generic[T]):
+    """One caller's iteration, run on the scheduler's thread.
+
+    `deliver` is called there with ("item", value) for each item and then once with ("done", None) or ("failed", error).
+    """
+
+    def __init__(self, items: Callable[[Job[T]], Iterator[T]], deliver: Callable[[str, object], None]) -> None:
+        self._make = items
+        self._deliver = deliver
+        self._items: Iterator[T] | None = None
+        self._cancelled = threading.Event()
+
+    @property
+    def is_cancelled(self) -> bool:
+        """True once nobody waits for the result any more."""
+        return self._cancelled.is_set()
+
+    def cancel(self) -> None:
+        """Ask the iteration to stop; it does so within one step."""
+        self._cancelled.set()
+
+    def advance(self) -> bool:
+        """Run one step; returns whether there may be more."""
+        try:
+            if self._items is None:
+                self._items = self._make(self)
+            if self.is_cancelled:
+                self._close()
+                self._deliver("done", None)
+                return False
+            self._deliver("item", next(self._items))
+        except StopIteration:
+            self._deliver("done", None)
+            return False
+        except BaseException as error:
+            self._deliver("failed", error)
+            return False
+        return True
+
+    def _close(self) -> None:
+        if isinstance(self._items, Generator):
+            self._items.close()
+
+
+class Scheduler:
+    """Runs jobs round-robin on one daemon thread that lives while there is work."""
+
+    def __init__(self, name: str = "dlite-engine") -> None:
+        self._name = name
+        self._condition = threading.Condition()
+        self._jobs: deque[Job[object]] = deque()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def submit(self, job: Job[T]) -> None:
+        """Queue a job behind those that run.
+
+        Raises:
+            DLiteError: If the scheduler was closed.
+        """
+        with self._condition:
+            if self._closed:
+                raise DLiteError("the engine is closed; create a new ChatDLite")
+            self._jobs.append(job)  # type: ignore[arg-type]
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+            self._condition.notify()
+
+    def close(self, *, timeout: float = 5.0) -> None:
+        """Cancel all jobs and wait for the thread to end."""
+        with self._condition:
+            self._closed = True
+            for job in self._jobs:
+                job.cancel()
+            self._condition.notify()
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout)
+
+    def _run(self) -> None:
+        while (job := self._next()) is not None:
+            if job.advance():
+                with self._condition:
+                    if self._closed:
+                        job.cancel()
+                    self._jobs.append(job)
+
+    def _next(self) -> Job[object] | None:
+        with self._condition:
+            while not self._jobs and not self._closed:
+                self._condition.wait()
+            return self._jobs.popleft() if self._jobs else None

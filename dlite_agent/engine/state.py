@@ -1,0 +1,65 @@
+"""The live state of one session, all of it on the target's side: token ids, KV rows, one pivot row.
+
+Between calls `num_rows == len(ids) - 1` (or fewer): the newest token, the anchor, has not been run through the target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dlite_agent.engine.cache import SlabCache
+
+Ids = npt.NDArray[np.int32]
+
+
+def common_prefix(left: Ids, right: Ids) -> int:
+    """Return how many leading ids are equal."""
+    length = min(len(left), len(right))
+    different = np.flatnonzero(left[:length] != right[:length])
+    return int(different[0]) if len(different) else length
+
+
+class TargetState:
+    """Tokens, KV rows and pivot of one session.
+
+    Attributes:
+        cache: KV rows of the first `cache.num_rows` tokens.
+        pivot: Features `[layers, hidden]` of the last row, or None if that row must be recomputed first.
+    """
+
+    def __init__(self, cache: SlabCache) -> None:
+        self.cache = cache
+        self.pivot: torch.Tensor | None = None
+        self._ids: Ids = np.empty(256, dtype=np.int32)
+        self._num_ids = 0
+
+    @property
+    def ids(self) -> Ids:
+        """All token ids, the anchor last; a view, valid until the next change."""
+        return self._ids[: self._num_ids]
+
+    @property
+    def num_rows(self) -> int:
+        """KV rows held, in tokens."""
+        return self.cache.num_rows
+
+    def append(self, ids: Sequence[int] | Ids) -> None:
+        """Add tokens behind the last one."""
+        stop = self._num_ids + len(ids)
+        if stop > len(self._ids):
+            grown = np.empty(max(stop, 2 * len(self._ids)), dtype=np.int32)
+            grown[: self._num_ids] = self.ids
+            self._ids = grown
+        self._ids[self._num_ids : stop] = ids
+        self._num_ids = stop
+
+    def rewind(self, num_tokens: int) -> None:
+        """Keep the first `num_tokens` tokens and no KV row beyond them."""
+        self._num_ids = min(self._num_ids, num_tokens)
+        if self.cache.num_rows > num_tokens:
+            self.cache.crop_to(num_tokens)
+            self.pivot = None

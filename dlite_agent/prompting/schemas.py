@@ -1,0 +1,91 @@
+"""JSON schemas of tool arguments and structured answers: where their parts are, and what a grammar makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from dlite_agent.errors import GrammarError
+
+Schema = Mapping[str, Any]
+
+_MAPS = ("$defs", "definitions", "properties", "patternProperties")
+_LISTS = ("prefixItems", "anyOf", "oneOf", "allOf")
+_SINGLES = ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
+_COMPOSING = ("$ref", "allOf", "anyOf", "oneOf", "patternProperties", "if", "not", "unevaluatedProperties")
+
+
+def tool_parameters(tools: Sequence[Mapping[str, Any]]) -> dict[str, Schema]:
+    """Name and arguments schema of OpenAI-style tools; a tool without parameters takes an empty object.
+
+    Raises:
+        GrammarError: A tool has no name, or two have the same.
+    """
+    parameters: dict[str, Schema] = {}
+    for tool in tools:
+        function = tool.get("function", tool)
+        name = function.get("name")
+        if not isinstance(name, str) or not name or name in parameters:
+            raise GrammarError(f"a tool is named {name!r}; expected a name that no other tool has")
+        schema = function.get("parameters") or {"properties": {}}
+        parameters[name] = schema if "type" in schema else {"type": "object", **schema}
+    return parameters
+
+
+def subschemas(schema: Schema) -> Iterator[tuple[str, Schema]]:
+    """The schemas directly inside a schema, each with its path from there."""
+    for key in _MAPS:
+        for name, inner in _mapping(schema.get(key)).items():
+            if isinstance(inner, Mapping):
+                yield f"{key}.{name}", inner
+    for key in _LISTS:
+        inners = schema.get(key)
+        for index, inner in enumerate(inners if isinstance(inners, list) else []):
+            if isinstance(inner, Mapping):
+                yield f"{key}[{index}]", inner
+    for key in _SINGLES:
+        if isinstance(schema.get(key), Mapping):
+            yield key, schema[key]
+
+
+def close_objects(schema: Schema) -> Schema:
+    """The schema with `additionalProperties: false` wherever it lists properties and says nothing about others.
+
+    JSON Schema allows any property that it does not forbid; a model that is held to a schema should not invent them.
+    What satisfies the closed schema satisfies the given one. Schemas that are composed with `allOf` stay as they are:
+    closing the parts would leave nothing that satisfies them together.
+    """
+    return schema if _uses_all_of(schema) else _closed(schema)
+
+
+def _closed(schema: Schema) -> dict[str, Any]:
+    closed = dict(schema)
+    for key in _MAPS:
+        if isinstance(schema.get(key), Mapping):
+            closed[key] = {name: _closed_part(inner) for name, inner in schema[key].items()}
+    for key in _LISTS:
+        if isinstance(schema.get(key), list):
+            closed[key] = [_closed_part(inner) for inner in schema[key]]
+    for key in ("items", "additionalProperties"):
+        if key in schema:
+            closed[key] = _closed_part(schema[key])
+    if "properties" in schema and "additionalProperties" not in schema and not any(k in schema for k in _COMPOSING):
+        declared = _mapping(schema["properties"])
+        if all(name in declared for name in schema.get("required", ())):
+            closed["additionalProperties"] = False
+    return closed
+
+
+def _closed_part(part: Any) -> Any:
+    return _closed(part) if isinstance(part, Mapping) else part
+
+
+def _uses_all_of(schema: Schema) -> bool:
+    parts = schema.get("allOf")
+    if isinstance(parts, list) and (len(parts) > 1 or "properties" in schema):
+        return True
+    return any(_uses_all_of(inner) for _, inner in subschemas(schema))
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}

@@ -1,0 +1,287 @@
+"""One call, from messages to the chunks of a reply; it runs on the engine's thread.
+
+session -> prompt text -> ids (stored ids kept where the text agrees) -> stored rows fetched -> decode
+        -> text -> tool calls and text events -> chunks -> commit -> the last chunk with usage and statistics
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from langchain_core.exceptions import ContextOverflowError
+from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
+from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
+from langchain_core.messages.tool import tool_call_chunk
+from langchain_core.outputs import ChatGenerationChunk
+
+from dlite_agent.errors import ContextLengthError
+from dlite_agent.prompting.messages import METADATA_KEY, message_digest, to_template_messages
+from dlite_agent.prompting.parser import Event, InvalidToolCall, StreamParser, TextDelta, ToolCall
+from dlite_agent.prompting.stops import StopFilter
+from dlite_agent.sessions.keys import session_id
+
+if TYPE_CHECKING:
+    from dlite_agent.engine.decode import Step, TokenConstraint
+    from dlite_agent.engine.scheduler import Job
+    from dlite_agent.runtime import Runtime
+    from dlite_agent.session_keeper import Committed, LiveSession, Reuse
+
+PROVIDER = "dlite"
+_ANONYMOUS = "anonymous"
+_PLAIN_TEXT = r"[^\s{\[<`](?s:.)*"  # what a reply without calls begins with, where the model was shown tools
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What one call asks for.
+
+    Attributes:
+        messages: The conversation.
+        tools: Tools as OpenAI-style dicts.
+        tool_choice: "auto", "none", "any" or a tool's name.
+        stops: Strings that end the reply.
+        thread_id: The session's thread, or None for a call that belongs to none (it is not stored).
+        namespace: Checkpoint namespace inside the thread.
+        on_prefill: Told (rows done, rows to do) after every prefill chunk, on the engine's thread.
+    """
+
+    messages: tuple[BaseMessage, ...]
+    tools: tuple[dict[str, Any], ...]
+    tool_choice: str
+    stops: tuple[str, ...]
+    thread_id: str | None
+    namespace: str
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+    max_tokens: int
+    max_draft: int
+    on_prefill: Callable[[int, int], None] | None = None
+
+    @property
+    def session_key(self) -> str:
+        """The session's name."""
+        return _ANONYMOUS if self.thread_id is None else session_id(self.thread_id, self.namespace)
+
+    @property
+    def snapshot_id(self) -> str | None:
+        """The snapshot that the newest message of this session's own model names, if any."""
+        for message in reversed(self.messages):
+            record = message.response_metadata.get(METADATA_KEY) if isinstance(message, AIMessage) else None
+            if isinstance(record, Mapping) and record.get("session") == self.session_key:
+                return str(record["snapshot"])
+        return None
+
+
+@dataclass(slots=True)
+class _Tally:
+    """Counts over the steps of one reply."""
+
+    num_generated: int = 0
+    num_passes: int = 0
+    num_reused: int = 0
+    num_prefilled: int = 0
+    num_proposed: int = 0
+    sources: Counter[str] = field(default_factory=Counter)
+    prefill_seconds: float = 0.0
+    draft_seconds: float = 0.0
+    target_seconds: float = 0.0
+
+    def add(self, step: Step) -> None:
+        self.num_generated += len(step.tokens)
+        if step.num_prefilled:
+            self.num_reused, self.num_prefilled = step.num_reused, step.num_prefilled
+            self.prefill_seconds = step.target_seconds
+            return
+        self.num_passes += 1
+        self.num_proposed += step.num_proposed
+        self.sources.update(step.sources)
+        self.draft_seconds += step.draft_seconds
+        self.target_seconds += step.target_seconds
+
+    def as_dict(self, reuse: Reuse, committed: Committed | None) -> dict[str, Any]:
+        """Return plain integers, which survive LangChain's merging of chunks."""
+        accepted = {name: count for name, count in sorted(self.sources.items()) if name != "bonus"}
+        return {
+            "reused_ram": self.num_reused - reuse.from_store,
+            "reused_store": reuse.from_store,
+            "blocks_lost": reuse.blocks_lost,
+            "prefilled": self.num_prefilled,
+            "generated": self.num_generated,
+            "passes": self.num_passes,
+            "proposed": self.num_proposed,
+            "accepted": accepted,
+            "prefill_us": round(self.prefill_seconds * 1e6),
+            "draft_us": round(self.draft_seconds * 1e6),
+            "target_us": round(self.target_seconds * 1e6),
+            "stored_bytes": 0 if committed is None else committed.num_bytes,
+        }
+
+
+def stream_reply(runtime: Runtime, call: Call, job: Job[Any]) -> Iterator[ChatGenerationChunk]:
+    """Yield the chunks of one reply; usage and statistics come once, on the last.
+
+    Raises:
+        ContextOverflowError: If the prompt leaves no room in the model's context; nothing was computed.
+        DLiteError: If the conversation, the tools or the session store cannot be used.
+    """
+    is_stored = call.thread_id is not None
+    live = runtime.keeper.checkout(call.session_key, is_stored=is_stored, snapshot_id=call.snapshot_id)
+    try:
+        yield from _Reply(runtime, call, live).chunks(job)
+    except ContextLengthError as error:
+        raise ContextOverflowError(str(error)) from error
+    finally:
+        runtime.keeper.checkin(call.session_key, live)
+
+
+class _Reply:
+    def __init__(self, runtime: Runtime, call: Call, live: LiveSession) -> None:
+        self._runtime = runtime
+        self._call = call
+        self._live = live
+        self._tally = _Tally()
+        self._text: list[str] = []
+        self._calls: list[ToolCall] = []
+        self._num_blocks = 0
+        self._id = f"lc_run--{uuid.uuid4()}"
+
+    def chunks(self, job: Job[Any]) -> Iterator[ChatGenerationChunk]:
+        prompt = self._prompt_ids()
+        reuse = self._runtime.keeper.restore(self._live, np.asarray(prompt, dtype=np.int32))
+        parser = StreamParser(self._runtime.template.dialect, _parameters(self._offered_tools()))
+        stops = StopFilter(self._call.stops)
+        raw: list[str] = []
+        for text in self._pieces(prompt, job):
+            raw.append(text)
+            yield from self._event_chunks(parser.feed(stops.feed(text)))
+            if stops.is_stopped:
+                break
+        if job.is_cancelled:
+            return
+        finish_reason = self._finish_reason(stops)
+        yield from self._event_chunks(parser.feed(stops.flush()))
+        yield from self._event_chunks(parser.close(truncated=finish_reason == "length"))
+        committed = self._runtime.keeper.commit(self._live)
+        yield self._last_chunk("".join(raw), finish_reason, len(prompt), reuse, committed)
+
+    def _offered_tools(self) -> tuple[dict[str, Any], ...]:
+        return () if self._call.tool_choice == "none" else self._call.tools
+
+    def _prompt_ids(self) -> list[int]:
+        runtime = self._runtime
+        messages = to_template_messages(self._call.messages, result_hint=runtime.profile.result_hint)
+        text = runtime.template.render(messages, self._call.tools)
+        return runtime.encoder.encode(text, self._live.known_ids.tolist())
+
+    def _constraint(self) -> TokenConstraint | None:
+        tools = self._offered_tools()
+        if not tools:
+            return self._runtime.grammars.regex(_PLAIN_TEXT) if self._call.tools else None
+        constraint: TokenConstraint = self._runtime.grammars.tool_call(
+            tools, choice=self._call.tool_choice, dialect=self._runtime.template.dialect
+        )
+        return constraint
+
+    def _pieces(self, prompt: list[int], job: Job[Any]) -> Iterator[str]:
+        """Decode; yield the text of each step, possibly empty."""
+        from dlite_agent.engine.decode import Request, decode
+        from dlite_agent.engine.sampling import SamplingParams
+        from dlite_agent.prompting.encoding import Detokenizer
+
+        call, runtime = self._call, self._runtime
+        request = Request(
+            prompt_ids=prompt,
+            sampling=SamplingParams(call.temperature, call.top_k, call.top_p, call.seed),
+            max_new_tokens=call.max_tokens,
+            end_ids=runtime.end_ids,
+            constraint=self._constraint(),
+            max_draft=call.max_draft,
+            is_cancelled=lambda: job.is_cancelled,
+            on_prefill=call.on_prefill or (lambda done, total: None),
+        )
+        detokenizer = Detokenizer(runtime.encoder)
+        for step in decode(runtime.target, self._live.state, runtime.drafter, request):
+            self._tally.add(step)
+            yield "".join(detokenizer.push(token) for token in step.tokens if token not in runtime.end_ids)
+        yield detokenizer.flush()
+
+    def _finish_reason(self, stops: StopFilter) -> str:
+        if stops.is_stopped:
+            return "stop"
+        ended = int(self._live.state.ids[-1]) in self._runtime.end_ids
+        if not ended:
+            return "length"
+        return "tool_calls" if self._calls else "stop"
+
+    def _event_chunks(self, events: list[Event]) -> Iterator[ChatGenerationChunk]:
+        for event in events:
+            if isinstance(event, TextDelta):
+                self._num_blocks = max(self._num_blocks, 1)
+                self._text.append(event.text)
+                yield self._chunk(AIMessageChunk(content=event.text, id=self._id))
+            else:
+                yield self._chunk(self._call_message(event))
+                self._num_blocks += 1
+
+    def _call_message(self, event: ToolCall | InvalidToolCall) -> AIMessageChunk:
+        """Make the one chunk of a whole call.
+
+        The arguments of an invalid call start with the opening tag: LangChain would otherwise complete truncated JSON
+        on its own and hand out half a call as a valid one.
+        """
+        if isinstance(event, ToolCall):
+            self._calls.append(event)
+            args = json.dumps(event.args, ensure_ascii=False)
+        else:
+            args = f"{self._runtime.template.dialect.call_open}{event.raw}"
+        part = tool_call_chunk(name=event.name, args=args, id=f"call_{uuid.uuid4().hex}", index=self._num_blocks)
+        return AIMessageChunk(content="", id=self._id, tool_call_chunks=[part])
+
+    def _last_chunk(
+        self, raw: str, finish_reason: str, num_prompt: int, reuse: Reuse, committed: Committed | None
+    ) -> ChatGenerationChunk:
+        tally = self._tally
+        calls = [{"name": call.name, "args": call.args} for call in self._calls]
+        record: dict[str, Any] = {
+            "raw": raw,
+            "digest": message_digest("".join(self._text), calls),
+            "stats": tally.as_dict(reuse, committed),
+        }
+        if committed is not None:
+            record |= {"session": self._call.session_key, "snapshot": committed.snapshot_id}
+        message = AIMessageChunk(
+            content="",
+            id=self._id,
+            chunk_position="last",
+            usage_metadata=UsageMetadata(
+                input_tokens=num_prompt,
+                output_tokens=tally.num_generated,
+                total_tokens=num_prompt + tally.num_generated,
+                input_token_details=InputTokenDetails(cache_read=tally.num_reused),
+            ),
+            response_metadata={
+                "model_name": self._runtime.name,
+                "model_provider": PROVIDER,
+                "finish_reason": finish_reason,
+                METADATA_KEY: record,
+            },
+        )
+        return ChatGenerationChunk(message=message, generation_info={"finish_reason": finish_reason})
+
+    @staticmethod
+    def _chunk(message: AIMessageChunk) -> ChatGenerationChunk:
+        return ChatGenerationChunk(message=message)
+
+
+def _parameters(tools: tuple[dict[str, Any], ...]) -> dict[str, Mapping[str, Any]]:
+    """Return the schema of each tool's arguments by the tool's name."""
+    functions = [tool["function"] for tool in tools]
+    return {function["name"]: function.get("parameters") or {"type": "object"} for function in functions}

@@ -1,0 +1,128 @@
+"""What the chat models of a process share: one target per model, its drafter, tokenizer, scheduler and sessions."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from dlite_agent.config import Settings
+from dlite_agent.constraints import GrammarFactory
+from dlite_agent.drafters.loading import load_drafter
+from dlite_agent.drafters.protocol import Drafter
+from dlite_agent.engine.scheduler import Scheduler
+from dlite_agent.engine.target import Quantization, Target
+from dlite_agent.errors import CorruptModelError
+from dlite_agent.models import ModelProfile, profile_for, progress_bars, resolve
+from dlite_agent.prompting.encoding import PromptEncoder
+from dlite_agent.prompting.template import ChatTemplate
+from dlite_agent.session_keeper import SessionKeeper
+
+if TYPE_CHECKING:
+    from dlite_agent.sessions.store import SessionStore
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """Everything a call needs, loaded once."""
+
+    name: str
+    target: Target
+    drafter: Drafter
+    encoder: PromptEncoder
+    template: ChatTemplate
+    grammars: GrammarFactory
+    scheduler: Scheduler
+    keeper: SessionKeeper
+    profile: ModelProfile
+    end_ids: frozenset[int]
+
+
+_loaded: dict[tuple[str, str, str | None, int], Runtime] = {}
+_loading = threading.Lock()
+
+
+def shared_runtime(
+    model: str, *, drafter: str, quantize: Quantization | Literal["auto"] | None, store: SessionStore | None, settings: Settings
+) -> Runtime:
+    """Return the process's runtime of a model, drafter and store, loading it the first time.
+
+    Raises:
+        DLiteError: If the model or the drafter cannot be found or used; nothing is kept then.
+    """
+    chosen = profile_for(model).quantize if quantize == "auto" else quantize
+    key = (model, drafter, chosen, id(store))
+    with _loading:
+        if key not in _loaded:
+            sharing = next((r for (name, _, q, _), r in _loaded.items() if (name, q) == (model, chosen)), None)
+            _loaded[key] = _load(
+                model, drafter=drafter, quantize=chosen, store=store, settings=settings, sharing=sharing
+            )
+        return _loaded[key]
+
+
+def close_all() -> None:
+    """Stop every engine of the process and forget the weights."""
+    with _loading:
+        for runtime in _loaded.values():
+            runtime.scheduler.close()
+        _loaded.clear()
+
+
+def _load(
+    model: str,
+    *,
+    drafter: str,
+    quantize: Quantization | None,
+    store: SessionStore | None,
+    settings: Settings,
+    sharing: Runtime | None,
+) -> Runtime:
+    import torch
+
+    torch.set_num_threads(settings.threads)
+    with progress_bars() as progress:
+        folder = resolve(model, settings=settings, progress=progress)
+    tokenizer = _load_tokenizer(folder)
+    # Weights are shared between drafters that read the same features; a DLite drafter may need others.
+    if sharing is not None and drafter in ("auto", "lookup", "null"):
+        target = sharing.target
+    else:
+        target = Target.load(folder, quantize=quantize, cache_dir=settings.home / "calibration")
+    end_ids = _end_ids(target, tokenizer)
+    return Runtime(
+        name=model,
+        target=target,
+        drafter=load_drafter(drafter, target),
+        encoder=PromptEncoder(tokenizer),
+        template=ChatTemplate(
+            tokenizer.chat_template or "",
+            bos_token=tokenizer.bos_token or "",
+            eos_token=tokenizer.eos_token or "",
+        ),
+        grammars=GrammarFactory(tokenizer, vocab_size=target.vocab_size, eos_ids=sorted(end_ids)),
+        scheduler=sharing.scheduler if sharing is not None else Scheduler(),
+        keeper=SessionKeeper(target, store),
+        profile=profile_for(model),
+        end_ids=end_ids,
+    )
+
+
+def _load_tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise CorruptModelError(f"{folder} has no readable tokenizer ({error}); pull the model again") from error
+    if not tokenizer.chat_template:
+        raise CorruptModelError(f"{folder} has no chat template; use an instruction-tuned model")
+    return tokenizer
+
+
+def _end_ids(target: Target, tokenizer: Any) -> frozenset[int]:
+    """Collect the ids that end a reply, from the generation configuration and the tokenizer."""
+    configured = target.model.generation_config.eos_token_id if target.model.generation_config else None
+    ids = configured if isinstance(configured, list) else [configured]
+    return frozenset(i for i in [*ids, tokenizer.eos_token_id] if i is not None)

@@ -1,0 +1,89 @@
+"""What the store and the saver share about a Redis client: what it must be, and what its errors mean to a person."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import redis
+from redis.exceptions import AuthenticationError, NoPermissionError, OutOfMemoryError, ReadOnlyError
+
+from dlite_agent.errors import ConfigError, RecordError, SessionError, StoreFullError, StoreUnavailableError
+
+
+def require_binary(client: redis.Redis) -> None:
+    """Refuse a client that would decode the replies.
+
+    Args:
+        client: The client a store is to use.
+
+    Raises:
+        ConfigError: If it was made with `decode_responses=True`.
+    """
+    if client.get_encoder().decode_responses:
+        raise ConfigError("the Redis client decodes replies as text; expected one made with decode_responses=False")
+
+
+@contextmanager
+def translated(action: str) -> Iterator[None]:
+    """Turn Redis errors of the body into this package's.
+
+    Args:
+        action: What is being done, for the message: "reading blocks".
+
+    Raises:
+        StoreFullError: If the server or its disk has no room.
+        StoreUnavailableError: If the server does not answer, or not to this client.
+        RecordError: If a key holds another type of value than this package writes.
+    """
+    try:
+        yield
+    except redis.RedisError as error:
+        raise translate(error, action) from error
+
+
+def check_replies(replies: Sequence[Any]) -> None:
+    """Raise the first error among a pipeline's replies (for use inside `translated`).
+
+    Args:
+        replies: What `pipeline.execute(raise_on_error=False)` gave.
+
+    Raises:
+        redis.RedisError: The first error.
+    """
+    for reply in replies:
+        if isinstance(reply, redis.RedisError):
+            raise reply
+
+
+def is_wrong_type(reply: object) -> bool:
+    """Say whether a reply means that the key holds another type of value than was asked for."""
+    return isinstance(reply, redis.ResponseError) and str(reply).startswith("WRONGTYPE ")
+
+
+def translate(error: redis.RedisError, action: str) -> SessionError:
+    """Choose this package's error for one of the Redis client's.
+
+    Args:
+        error: What the client raised.
+        action: What was being done.
+
+    Returns:
+        The error to raise from it.
+    """
+    text = str(error) or type(error).__name__
+    said = f"{action}: Redis says {text!r}"
+    if isinstance(error, OutOfMemoryError) or "OOM command" in text:
+        return StoreFullError(f"{said}; raise its maxmemory, choose a volatile-* eviction policy or remove sessions")
+    if "MISCONF " in text:
+        return StoreFullError(f"{said}; free space on its disk or make its data folder writable")
+    if "WRONGTYPE " in text:
+        return RecordError(f"{said}; something else has written the key: remove it or use another database")
+    if isinstance(error, ReadOnlyError):
+        return StoreUnavailableError(f"{said}; point REDIS_URL at the primary")
+    if isinstance(error, AuthenticationError | NoPermissionError):
+        return StoreUnavailableError(f"{said}; check user, password and permissions in REDIS_URL")
+    if isinstance(error, redis.ConnectionError | redis.TimeoutError):
+        return StoreUnavailableError(f"{action}: Redis does not answer ({text}); check that the server runs")
+    return StoreUnavailableError(said)

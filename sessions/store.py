@@ -1,0 +1,486 @@
+"""The session store: immutable KV blocks and snapshots, and one small mutable head per session, in Redis.
+
+Why this shape: a commit first writes things nobody refers to yet (blocks, pivot row, snapshot), then moves the head in
+one atomic compare-and-set. A crash at any point leaves the session at its last commit and, at worst, some records that
+expire. Whatever is missing, damaged or foreign when read is a miss: the caller prefills those tokens again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal, TypeVar
+
+import redis
+
+from dlite_agent.errors import ConfigError, FencedError, RecordError
+from dlite_agent.sessions.client import check_replies, is_wrong_type, require_binary, translated
+from dlite_agent.sessions.keys import Keys, fingerprint_hash, is_snapshot_id
+from dlite_agent.sessions.records import Block, ForeignRecordError, RecordCodec, SideRow, Snapshot
+
+DEFAULT_TTL_S = 7 * 24 * 3600
+BLOCK_TTL_FACTOR = 2
+"""Blocks outlive the sessions that point at them by this factor."""
+
+_READ_BLOCKS = 16
+_WRITE_BYTES = 16 * 2**20
+_SCAN_COUNT = 1000
+
+# KEYS: head. ARGV: ttl. Any earlier lease is stale from now on.
+_ACQUIRE = """
+local fence = redis.call('HINCRBY', KEYS[1], 'fence', 1)
+redis.call('EXPIRE', KEYS[1], ARGV[1])
+local head = redis.call('HMGET', KEYS[1], 'version', 'snapshot')
+return {fence, tonumber(head[1] or '0'), head[2]}
+"""
+
+# KEYS: head. ARGV: fence, version, nonce, snapshot, ttl. A head that was lost is not made anew by an old lease.
+_COMMIT = """
+local head = redis.call('HMGET', KEYS[1], 'fence', 'version', 'nonce')
+local fence, version = tonumber(head[1] or '0'), tonumber(head[2] or '0')
+if head[3] == ARGV[3] then
+  redis.call('EXPIRE', KEYS[1], ARGV[5])
+  return {'duplicate', version}
+end
+if fence > tonumber(ARGV[1]) then
+  return {'fenced', fence}
+end
+if version ~= tonumber(ARGV[2]) then
+  return {'sibling', version}
+end
+redis.call('HSET', KEYS[1], 'fence', ARGV[1], 'version', version + 1, 'nonce', ARGV[3], 'snapshot', ARGV[4])
+redis.call('EXPIRE', KEYS[1], ARGV[5])
+return {'committed', version + 1}
+"""
+
+T = TypeVar("T")
+CommitStatus = Literal["committed", "duplicate", "sibling"]
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The right to move a session's head, until someone else acquires it.
+
+    Attributes:
+        sid: The session.
+        fence: Grows with every acquisition; the highest one may commit.
+        version: Number of commits the head has seen.
+        snapshot: Id of the snapshot the head points at, or None.
+    """
+
+    sid: str
+    fence: int
+    version: int
+    snapshot: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class CommitReport:
+    """What a commit did.
+
+    Attributes:
+        status: "committed", "duplicate" (this very commit had been made; its answer was lost) or "sibling" (the head
+            had moved or was gone: the snapshot is stored and readable, the head was left alone; acquire again).
+        snapshot_id: Id of the snapshot.
+        lease: The lease for the next commit.
+        bytes_written: Bytes of blocks and snapshots that were not there before, and of the pivot row.
+        blocks_written: Blocks that were not there before.
+        blocks_shared: Blocks that were given but were there already.
+        blocks_missing: Chains the snapshot refers to that were neither given nor there any more.
+    """
+
+    status: CommitStatus
+    snapshot_id: str
+    lease: Lease
+    bytes_written: int
+    blocks_written: int
+    blocks_shared: int
+    blocks_missing: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KindUsage:
+    """Keys of one kind: how many, and how many bytes of the server's memory."""
+
+    num_keys: int
+    num_bytes: int
+
+
+@dataclass(slots=True)
+class Counters:
+    """What reads and commits met since the store was made.
+
+    Attributes:
+        hits: Records read and found sound.
+        misses: Records that were not there.
+        corrupt: Records that were damaged.
+        foreign: Records of another target, chain, kind or version than was asked for.
+        bytes_read: Bytes of the hits.
+        bytes_written: Bytes of blocks and snapshots that were not there before, and of pivot rows.
+        committed: Commits that moved a head.
+        duplicate: Commits that had been made before.
+        sibling: Commits that left a moved head alone.
+        fenced: Commits refused because another worker had acquired the session.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    corrupt: int = 0
+    foreign: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+    committed: int = 0
+    duplicate: int = 0
+    sibling: int = 0
+    fenced: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Write:
+    key: str
+    record: bytes
+    replaces: bool = False
+
+
+class SessionStore:
+    """Keeps sessions of one tenant in Redis. Safe to share between threads.
+
+    Every method raises StoreUnavailableError when the server does not answer and StoreFullError when it has no room;
+    nothing is reported as absent because of an error.
+    """
+
+    def __init__(
+        self, client: redis.Redis, *, tenant: str = "default", secret: bytes = b"", ttl_s: int = DEFAULT_TTL_S
+    ) -> None:
+        """Make a store over a client.
+
+        Args:
+            client: A binary client (`decode_responses=False`).
+            tenant: Tenants never see each other's sessions or blocks.
+            secret: Keys chains and seals, at most 64 bytes; b"" leaves them unkeyed.
+            ttl_s: Seconds a session lives after its last use; its blocks live twice as long.
+
+        Raises:
+            ConfigError: If an argument cannot work.
+        """
+        require_binary(client)
+        if ttl_s < 1:
+            raise ConfigError(f"ttl_s is {ttl_s}; expected at least one second")
+        self.client = client
+        self.keys = Keys(tenant)
+        self.codec = RecordCodec(secret)
+        self.counters = Counters()
+        self._ttl_s = ttl_s
+        self._block_ttl_s = ttl_s * BLOCK_TTL_FACTOR
+        self._acquire = client.register_script(_ACQUIRE)
+        self._commit = client.register_script(_COMMIT)
+        self._damaged: set[str] = set()
+        self._lock = threading.Lock()
+
+    def acquire(self, sid: str) -> Lease:
+        """Take a session over; every earlier lease is stale from now on.
+
+        Args:
+            sid: A `session_id`.
+
+        Returns:
+            The lease, with the snapshot the session is at (None if it is new).
+        """
+        with translated("acquiring the session"):
+            fence, version, snapshot = self._acquire(keys=[self.keys.head(sid)], args=[self._ttl_s])
+        return Lease(sid, int(fence), int(version), snapshot.decode() if snapshot else None)
+
+    def head(self, sid: str) -> Lease | None:
+        """Look at a session without taking it over.
+
+        Args:
+            sid: A `session_id`.
+
+        Returns:
+            Its present fence, version and snapshot, or None if there is no such session.
+        """
+        with translated("reading the session's head"):
+            fence, version, snapshot = self.client.hmget(self.keys.head(sid), ["fence", "version", "snapshot"])
+        if fence is None:
+            return None
+        return Lease(sid, int(fence), int(version or 0), snapshot.decode() if isinstance(snapshot, bytes) else None)
+
+    def get_snapshot(self, sid: str, snapshot_id: str) -> Snapshot | None:
+        """Read a snapshot and extend its life.
+
+        Args:
+            sid: A `session_id`.
+            snapshot_id: From a head, a report or a message's metadata; a text that is no snapshot id is a miss.
+
+        Returns:
+            The snapshot, or None if it is missing, damaged or foreign (see `counters`).
+        """
+        if not is_snapshot_id(snapshot_id):
+            self._count(misses=1)
+            return None
+        key = self.keys.snapshot(sid, snapshot_id)
+        (record,) = self._read([key], ttl_s=self._ttl_s)
+        return self._checked(key, record, unpack=partial(self.codec.unpack_snapshot, snapshot_id=snapshot_id))
+
+    def get_blocks(self, fingerprint: str, chains: Sequence[bytes]) -> Iterator[Block | None]:
+        """Read blocks, in order and a few at a time, and extend their lives.
+
+        A restore uses the blocks up to the first None and prefills the rest.
+
+        Args:
+            fingerprint: The target they must be of.
+            chains: Their chain hashes.
+
+        Yields:
+            A block, or None where it is missing, damaged or foreign (see `counters`).
+        """
+        target = fingerprint_hash(fingerprint)
+        for start in range(0, len(chains), _READ_BLOCKS):
+            some = chains[start : start + _READ_BLOCKS]
+            keys = [self.keys.block(target, chain) for chain in some]
+            for key, chain, record in zip(keys, some, self._read(keys, ttl_s=self._block_ttl_s), strict=True):
+                unpack = partial(self.codec.unpack_block, fingerprint=fingerprint, chain=chain)
+                yield self._checked(key, record, unpack=unpack)
+
+    def get_pivot(self, fingerprint: str, chain: bytes, position: int) -> SideRow | None:
+        """Read the hidden row at the end of a block and extend its life.
+
+        Args:
+            fingerprint: The target it must be of.
+            chain: Chain hash of the block that ends at the position.
+            position: The row's position in the sequence.
+
+        Returns:
+            The row, or None if it is missing, damaged or foreign (see `counters`).
+        """
+        key = self.keys.side(fingerprint_hash(fingerprint), chain, position)
+        (record,) = self._read([key], ttl_s=self._block_ttl_s)
+        unpack = partial(self.codec.unpack_side, fingerprint=fingerprint, chain=chain, position=position)
+        return self._checked(key, record, unpack=unpack)
+
+    def commit(
+        self, lease: Lease, snapshot: Snapshot, *, blocks: Sequence[Block] = (), pivot: SideRow | None = None
+    ) -> CommitReport:
+        """Store what a turn added, then move the head to it.
+
+        The order is what makes a crash harmless: blocks, pivot row, snapshot, and only then the head. A commit whose
+        answer was lost may be repeated with the same arguments. Blocks that reads found damaged are written anew.
+
+        Args:
+            lease: From `acquire` or from the report of the commit before.
+            snapshot: What the session is now.
+            blocks: The blocks of it that are new; one that is there already is sent, but not stored again.
+            pivot: The hidden row at `num_kv - 1`, if `snapshot.pivot`.
+
+        Returns:
+            What was done; see `CommitReport`.
+
+        Raises:
+            FencedError: If another worker has acquired the session. The snapshot is stored and readable, the head is
+                the other's.
+            RecordError: If the snapshot does not fit its ids, the blocks or the pivot, or is too large.
+        """
+        self._check_commit(snapshot, blocks=blocks, pivot=pivot)
+        snapshot_id = snapshot.snapshot_id
+        record = self.codec.pack_snapshot(snapshot)
+        sizes = self._store(self._block_writes(snapshot.fingerprint, blocks), self._block_ttl_s)
+        missing = self._keep_blocks(snapshot, {block.chain for block in blocks})
+        num_bytes = sum(sizes)
+        num_bytes += sum(self._store(self._pivot_writes(snapshot.fingerprint, pivot), self._block_ttl_s))
+        num_bytes += sum(self._store([_Write(self.keys.snapshot(lease.sid, snapshot_id), record)], self._ttl_s))
+        self._count(bytes_written=num_bytes)
+        status, version = self._move_head(lease, snapshot_id)
+        return CommitReport(
+            status=status,
+            snapshot_id=snapshot_id,
+            lease=lease if status == "sibling" else replace(lease, version=version, snapshot=snapshot_id),
+            bytes_written=num_bytes,
+            blocks_written=sum(1 for size in sizes if size),
+            blocks_shared=sizes.count(0),
+            blocks_missing=missing,
+        )
+
+    def touch(self, sid: str, snapshot: Snapshot) -> None:
+        """Extend the lives of a session, one of its snapshots and everything that refers to.
+
+        Args:
+            sid: A `session_id`.
+            snapshot: The snapshot in use.
+        """
+        target = fingerprint_hash(snapshot.fingerprint)
+        blocks = [self.keys.block(target, ref.chain) for ref in snapshot.blocks]
+        if snapshot.pivot:
+            blocks.append(self.keys.side(target, snapshot.blocks[-1].chain, snapshot.num_kv - 1))
+        self._expire(blocks, self._block_ttl_s)
+        self._expire([self.keys.snapshot(sid, snapshot.snapshot_id), self.keys.head(sid)], self._ttl_s)
+
+    def delete_session(self, sid: str) -> int:
+        """Remove a session's head and snapshots at once.
+
+        Blocks may be shared with other sessions: they expire. A worker that still holds a lease cannot bring the
+        session back, its commits become siblings.
+
+        Args:
+            sid: A `session_id`.
+
+        Returns:
+            The number of keys removed.
+        """
+        with translated("removing a session"):
+            removed = self.client.unlink(self.keys.head(sid))
+            for key in self.client.scan_iter(match=self.keys.snapshots(sid), count=_SCAN_COUNT):
+                removed += self.client.unlink(key)
+        return removed
+
+    def usage(self) -> dict[str, KindUsage]:
+        """Measure all of the tenant's keys, LangGraph checkpoints included.
+
+        Returns:
+            Number of keys and bytes of server memory per kind; kinds are `keys.KINDS`, or "unknown".
+        """
+        with translated("measuring usage"):
+            found = list(set(self.client.scan_iter(match=self.keys.everything(), count=_SCAN_COUNT)))
+            usage: dict[str, KindUsage] = {}
+            for start in range(0, len(found), _SCAN_COUNT):
+                some = found[start : start + _SCAN_COUNT]
+                pipe = self.client.pipeline(transaction=False)
+                for key in some:
+                    pipe.memory_usage(key, samples=0)
+                for key, size in zip(some, pipe.execute(), strict=True):
+                    old = usage.get(self.keys.kind(key), KindUsage(0, 0))
+                    usage[self.keys.kind(key)] = KindUsage(old.num_keys + 1, old.num_bytes + (size or 0))
+        return usage
+
+    def _read(self, keys: Sequence[str], *, ttl_s: int) -> list[object]:
+        with translated("reading records"):
+            pipe = self.client.pipeline(transaction=False)
+            for key in keys:
+                pipe.getex(key, ex=ttl_s)
+            replies: list[object] = pipe.execute(raise_on_error=False)
+            check_replies([reply for reply in replies if not is_wrong_type(reply)])
+        return replies
+
+    def _checked(self, key: str, record: object, *, unpack: Callable[[bytes], T]) -> T | None:
+        if record is None:
+            self._count(misses=1)
+            return None
+        try:
+            if not isinstance(record, bytes):
+                raise ForeignRecordError("the key holds no string")
+            found = unpack(record)
+        except ForeignRecordError:
+            self._count(foreign=1)
+            self._damaged.add(key)
+            return None
+        except RecordError:
+            self._count(corrupt=1)
+            self._damaged.add(key)
+            return None
+        self._count(hits=1, bytes_read=len(record))
+        return found
+
+    def _check_commit(self, snapshot: Snapshot, *, blocks: Sequence[Block], pivot: SideRow | None) -> None:
+        self.codec.check_chain(snapshot)
+        refs = set(snapshot.blocks)
+        for block in blocks:
+            if block.ref() not in refs:
+                raise RecordError(f"block {block.chain.hex()[:16]} is not in the snapshot; expected its ref() there")
+        if snapshot.pivot != (pivot is not None):
+            raise RecordError(f"the snapshot says pivot={snapshot.pivot}; expected a row exactly if it is True")
+        if pivot and (pivot.chain, pivot.position) != (snapshot.blocks[-1].chain, snapshot.num_kv - 1):
+            raise RecordError(f"the pivot row is of position {pivot.position}; expected {snapshot.num_kv - 1}")
+
+    def _keep_blocks(self, snapshot: Snapshot, given: set[bytes]) -> tuple[bytes, ...]:
+        """Extend the lives of the blocks that are not being written; return the chains that are gone or damaged."""
+        chains = [ref.chain for ref in snapshot.blocks if ref.chain not in given]
+        target = fingerprint_hash(snapshot.fingerprint)
+        keys = [self.keys.block(target, chain) for chain in chains]
+        there = self._expire(keys, self._block_ttl_s)
+        return tuple(
+            chain
+            for chain, key, is_there in zip(chains, keys, there, strict=True)
+            if not is_there or key in self._damaged
+        )
+
+    def _store(self, writes: Iterable[_Write], ttl_s: int) -> list[int]:
+        """Write the records that are not there yet and extend the others; return the bytes written for each."""
+        sizes: list[int] = []
+        for batch in _batches(writes):
+            written = dict.fromkeys((write.key for write in batch), 0)
+            pending = batch
+            while pending:  # more than once only if a record expires just now
+                for write in self._set_new(pending, ttl_s):
+                    written[write.key] = len(write.record)
+                old = [write for write in pending if not written[write.key]]
+                there = self._expire([write.key for write in old], ttl_s)
+                pending = [write for write, is_there in zip(old, there, strict=True) if not is_there]
+            sizes.extend(written[write.key] for write in batch)
+        return sizes
+
+    def _set_new(self, writes: Sequence[_Write], ttl_s: int) -> list[_Write]:
+        with translated("writing records"):
+            pipe = self.client.pipeline(transaction=False)
+            for write in writes:
+                pipe.set(write.key, write.record, ex=ttl_s, nx=not (write.replaces or write.key in self._damaged))
+            replies = pipe.execute(raise_on_error=False)
+            check_replies(replies)
+        new = [write for write, reply in zip(writes, replies, strict=True) if reply]
+        self._damaged.difference_update(write.key for write in new)
+        return new
+
+    def _expire(self, keys: Sequence[str], ttl_s: int) -> list[bool]:
+        """Extend the lives of keys; say for each whether it is there."""
+        with translated("extending the lives of records"):
+            pipe = self.client.pipeline(transaction=False)
+            for key in keys:
+                pipe.expire(key, ttl_s)
+            replies = pipe.execute(raise_on_error=False)
+            check_replies(replies)
+        return [bool(reply) for reply in replies]
+
+    def _block_writes(self, fingerprint: str, blocks: Sequence[Block]) -> Iterator[_Write]:
+        target = fingerprint_hash(fingerprint)
+        for block in blocks:
+            record = self.codec.pack_block(fingerprint, block)
+            yield _Write(self.keys.block(target, block.chain), record)
+
+    def _pivot_writes(self, fingerprint: str, pivot: SideRow | None) -> Iterator[_Write]:
+        if pivot is not None:
+            key = self.keys.side(fingerprint_hash(fingerprint), pivot.chain, pivot.position)
+            # replaces: a drafter that looks at other layers needs another row of the same position
+            yield _Write(key, self.codec.pack_side(fingerprint, pivot), replaces=True)
+
+    def _move_head(self, lease: Lease, snapshot_id: str) -> tuple[CommitStatus, int]:
+        nonce = f"{snapshot_id}:{lease.fence}:{lease.version}"
+        with translated("moving the session's head"):
+            answer, number = self._commit(
+                keys=[self.keys.head(lease.sid)], args=[lease.fence, lease.version, nonce, snapshot_id, self._ttl_s]
+            )
+        status = answer.decode()
+        self._count(**{status: 1})
+        if status == "fenced":
+            raise FencedError(
+                f"the session was acquired by another worker (fence {number}; this lease has {lease.fence}); "
+                "acquire it again to go on from there"
+            )
+        return status, int(number)
+
+    def _count(self, **amounts: int) -> None:
+        with self._lock:
+            for name, amount in amounts.items():
+                setattr(self.counters, name, getattr(self.counters, name) + amount)
+
+
+def _batches(writes: Iterable[_Write]) -> Iterator[list[_Write]]:
+    batch: list[_Write] = []
+    num_bytes = 0
+    for write in writes:
+        batch.append(write)
+        num_bytes += len(write.record)
+        if num_bytes >= _WRITE_BYTES:
+            yield batch
+            batch, num_bytes = [], 0
+    if batch:
+        yield batch
