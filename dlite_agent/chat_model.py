@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LanguageModelInput
-from langchain_core.language_models.chat_models import LangSmithParams, generate_from_stream
+from langchain_core.language_models.base import LangSmithParams
+from langchain_core.language_models.chat_models import generate_from_stream
 from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable, ensure_config
@@ -58,9 +59,9 @@ class ChatDLite(BaseChatModel):
         on_prefill: Told (rows done, rows to do) after every prefill chunk, on the engine's thread.
     """
 
-    model_config = ConfigDict(arbitrary_types_allowed=True, populate_by_name=True)
+    model_config = ConfigDict(arbitrary_types_allowed=True)
 
-    model: str = Field(alias="model_name")
+    model: str
     drafter: str = "auto"
     quantize: Literal["auto", "int8"] | None = "auto"
     temperature: float = 0.0
@@ -106,7 +107,7 @@ class ChatDLite(BaseChatModel):
         """
         formatted = [convert_to_openai_tool(tool) for tool in tools]
         choice = _tool_choice(tool_choice, [tool["function"]["name"] for tool in formatted])
-        return super().bind(tools=formatted, tool_choice=choice, **kwargs)  # type: ignore[return-value]
+        return super().bind(tools=formatted, tool_choice=choice, **kwargs)
 
     def warm_up(self) -> None:
         """Load the weights now instead of at the first call."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from dlite_agent.agent import create_dlite_agent
-from dlite_agent.agent.events import CallEvent, PlanEvent, ResultEvent, TextEvent, ToolEvent, run_turn
+from dlite_agent.agent.events import PlanEvent, run_turn
+from dlite_agent.agent.terminal import show_event
 from dlite_agent.chat_model import ChatDLite
 from dlite_agent.config import Settings
 from dlite_agent.errors import DLiteError
@@ -19,9 +19,6 @@ from dlite_agent.sessions.embedded import connect
 from dlite_agent.sessions.saver import RedisSaver
 from dlite_agent.sessions.store import SessionStore
 from dlite_agent.tools import default_tools
-
-MARKS = {"pending": "[ ]", "in_progress": "[~]", "completed": "[x]"}
-_SHOWN_CHARACTERS = 400
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,32 +82,3 @@ def _turn(graph: Any, text: str, config: dict[str, Any], console: Console) -> No
         console.print("\nstopped; the conversation goes on")
     except DLiteError as error:
         console.print(f"\n[red]{type(error).__name__}[/]: {escape(str(error))}", highlight=False)
-
-
-def show_event(event: Any, console: Console) -> None:
-    """Print one event of a turn."""
-    if isinstance(event, TextEvent):
-        console.print(escape(event.text), end="", highlight=False, soft_wrap=True)
-    elif isinstance(event, CallEvent):
-        console.print(f"\n   [dim]{call_line(event)}[/]", highlight=False)
-    elif isinstance(event, ToolEvent):
-        shown = json.dumps(event.args, ensure_ascii=False)
-        kind = "call" if event.is_valid else "invalid call"
-        console.print(f"   [yellow]{kind}[/] {escape(event.name)} {escape(shown)}", highlight=False)
-    elif isinstance(event, ResultEvent):
-        shown = event.text if len(event.text) <= _SHOWN_CHARACTERS else f"{event.text[:_SHOWN_CHARACTERS]}..."
-        console.print(f"   [{'red' if event.is_error else 'green'}]result[/] {escape(shown)}", highlight=False)
-    elif isinstance(event, PlanEvent):
-        for todo in event.todos:
-            mark = MARKS.get(todo["status"], "[?]")
-            console.print(f"   [magenta]plan[/] {escape(mark)} {escape(todo['content'])}", highlight=False)
-
-
-def call_line(call: CallEvent) -> str:
-    """Return the figures of a model call in one line."""
-    stats = call.stats
-    return (
-        f"prompt {call.input_tokens} = {stats['reused_ram']} from RAM + {stats['reused_store']} from Redis + "
-        f"{stats['prefilled']} prefilled; {call.output_tokens} generated, tau {call.tau:.2f}, "
-        f"{call.tokens_per_second:.1f} tokens/s"
-    )

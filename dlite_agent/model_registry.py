@@ -9,6 +9,7 @@ RESULT_HINT = (
     "That is the result. If it completes my last request, reply in one sentence of plain text; "
     "call a tool only if something is still missing."
 )
+ERROR_HINT = "The call failed. Correct its arguments and call the tool again."
 _SPARE_BYTES = 64 << 20  # tokenizer, config and what else is written beside the weights
 
 
@@ -19,11 +20,13 @@ class ModelProfile:
     Attributes:
         result_hint: Fixed line to end every tool result with, for models that otherwise repeat a call whose
             result they have; None for models that need none.
+        error_hint: The same for a result that is an error; None takes `result_hint`.
         max_context: Context length to offer, in tokens; None takes the one in the model's config.
         quantize: "int8" for a model whose float32 weights make a CPU too slow for an agent; None for float32.
     """
 
     result_hint: str | None = None
+    error_hint: str | None = None
     max_context: int | None = None
     quantize: Literal["int8"] | None = None
 
@@ -103,7 +106,7 @@ _SPECS = (
         is_tied=True,
         eos_tokens=("<|im_end|>",),
         tokenizer_repair="digits",
-        profile=ModelProfile(result_hint=RESULT_HINT),
+        profile=ModelProfile(result_hint=RESULT_HINT, error_hint=ERROR_HINT),
     ),
     ModelSpec(
         name="qwen2.5-coder-0.5b",
@@ -119,7 +122,7 @@ _SPECS = (
         is_tied=True,
         eos_tokens=("<|im_end|>", "<|endoftext|>"),
         tokenizer_repair="nfc",
-        profile=ModelProfile(result_hint=RESULT_HINT),
+        profile=ModelProfile(result_hint=RESULT_HINT, error_hint=ERROR_HINT),
     ),
     ModelSpec(
         name="qwen2.5-coder-1.5b",
@@ -135,7 +138,7 @@ _SPECS = (
         is_tied=True,
         eos_tokens=("<|im_end|>", "<|endoftext|>"),
         tokenizer_repair="nfc",
-        profile=ModelProfile(result_hint=RESULT_HINT, quantize="int8"),
+        profile=ModelProfile(result_hint=RESULT_HINT, error_hint=ERROR_HINT, quantize="int8"),
     ),
 )
 REGISTRY: dict[str, ModelSpec] = {spec.name: spec for spec in _SPECS}

@@ -21,7 +21,7 @@ from langchain_core.messages.tool import tool_call_chunk
 from langchain_core.outputs import ChatGenerationChunk
 
 from dlite_agent.errors import ContextLengthError
-from dlite_agent.prompting.messages import METADATA_KEY, message_digest, to_template_messages
+from dlite_agent.prompting.messages import METADATA_KEY, message_digest
 from dlite_agent.prompting.parser import Event, InvalidToolCall, StreamParser, TextDelta, ToolCall
 from dlite_agent.prompting.stops import StopFilter
 from dlite_agent.sessions.keys import session_id
@@ -177,8 +177,7 @@ class _Reply:
 
     def _prompt_ids(self) -> list[int]:
         runtime = self._runtime
-        messages = to_template_messages(self._call.messages, result_hint=runtime.profile.result_hint)
-        text = runtime.template.render(messages, self._call.tools)
+        text = runtime.render(self._call.messages, self._call.tools)
         return runtime.encoder.encode(text, self._live.known_ids.tolist())
 
     def _constraint(self) -> TokenConstraint | None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+from langchain_core.messages import BaseMessage
 
 from dlite_agent.config import Settings
 from dlite_agent.constraints import GrammarFactory
@@ -16,6 +19,7 @@ from dlite_agent.engine.target import Quantization, Target
 from dlite_agent.errors import CorruptModelError
 from dlite_agent.models import ModelProfile, profile_for, progress_bars, resolve
 from dlite_agent.prompting.encoding import PromptEncoder
+from dlite_agent.prompting.messages import to_template_messages
 from dlite_agent.prompting.template import ChatTemplate
 from dlite_agent.session_keeper import SessionKeeper
 
@@ -38,13 +42,24 @@ class Runtime:
     profile: ModelProfile
     end_ids: frozenset[int]
 
+    def render(self, messages: Sequence[BaseMessage], tools: Sequence[Mapping[str, Any]]) -> str:
+        """Return the prompt text of a conversation, as the model is given it."""
+        profile = self.profile
+        converted = to_template_messages(messages, result_hint=profile.result_hint, error_hint=profile.error_hint)
+        return self.template.render(converted, tools)
+
 
 _loaded: dict[tuple[str, str, str | None, int], Runtime] = {}
 _loading = threading.Lock()
 
 
 def shared_runtime(
-    model: str, *, drafter: str, quantize: Quantization | Literal["auto"] | None, store: SessionStore | None, settings: Settings
+    model: str,
+    *,
+    drafter: str,
+    quantize: Quantization | Literal["auto"] | None,
+    store: SessionStore | None,
+    settings: Settings,
 ) -> Runtime:
     """Return the process's runtime of a model, drafter and store, loading it the first time.
 

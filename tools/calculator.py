@@ -10,10 +10,10 @@ import ast
 import math
 import operator
 from collections.abc import Callable
-from typing import cast
+from typing import Annotated, cast
 
 from langchain_core.tools import BaseTool, ToolException
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, WithJsonSchema
 
 from dlite_agent.tools.factory import make_tool
 
@@ -24,17 +24,6 @@ MAX_BITS = 4096
 Number = int | float
 
 _CONSTANTS: dict[str, Number] = {"pi": math.pi, "e": math.e, "tau": math.tau}
-
-
-class CalculateArgs(BaseModel):
-    """Arguments of `calculate`."""
-
-    expression: str = Field(description="Arithmetic with numbers only, no names, for example 3 * 2.50 + 4 * 1.25")
-
-
-def calculator_tool() -> BaseTool:
-    """Return the tool `calculate`."""
-    return make_tool(calculate, CalculateArgs)
 
 
 def calculate(expression: str) -> str:
@@ -153,3 +142,28 @@ def _format(value: Number) -> str:
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
         return str(int(value))
     return str(value) if isinstance(value, int) else f"{value:.12g}"
+
+
+_HELD_FUNCTIONS = ("abs", "max", "min", "round", "sqrt")
+"""What a grammar lets a small model write; with all names allowed it wraps sums in `factorial` and `sum`."""
+
+
+def _pattern() -> str:
+    """Return what expressions are made of, for grammars that hold a model's arguments to the tool's schema.
+
+    A held model cannot even begin to write a name that would be refused.
+    """
+    return rf"^(?:[-+*/%()., 0-9]|{'|'.join(_HELD_FUNCTIONS)})+$"
+
+
+class CalculateArgs(BaseModel):
+    """Arguments of `calculate`."""
+
+    expression: Annotated[str, WithJsonSchema({"type": "string", "pattern": _pattern()})] = Field(
+        description="Arithmetic with numbers and + - * / ( )"
+    )
+
+
+def calculator_tool() -> BaseTool:
+    """Return the tool `calculate`."""
+    return make_tool(calculate, CalculateArgs)

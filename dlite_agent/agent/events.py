@@ -77,6 +77,7 @@ def run_turn(graph: Any, text: str | None, config: dict[str, Any]) -> Iterator[A
         config: LangGraph config with a `thread_id`.
     """
     given = None if text is None else {"messages": [HumanMessage(text)]}
+    seen = {message.id for message in graph.get_state(config).values.get("messages", ())}
     for mode, payload in graph.stream(given, config, stream_mode=["messages", "updates"]):
         if mode == "messages":
             message = payload[0]
@@ -84,7 +85,7 @@ def run_turn(graph: Any, text: str | None, config: dict[str, Any]) -> Iterator[A
                 yield TextEvent(message.content)
             continue
         for update in payload.values():
-            yield from _update_events(update)
+            yield from _update_events(update, seen)
 
 
 def as_json(event: AgentEvent) -> dict[str, Any]:
@@ -92,10 +93,21 @@ def as_json(event: AgentEvent) -> dict[str, Any]:
     return {"event": type(event).__name__.removesuffix("Event").lower(), **asdict(event)}
 
 
-def _update_events(update: Any) -> Iterator[AgentEvent]:
+def from_json(fields: dict[str, Any]) -> AgentEvent | None:
+    """Return the event of an object that `as_json` made, or None if it is of another kind."""
+    kinds = {"text": TextEvent, "tool": ToolEvent, "result": ResultEvent, "plan": PlanEvent, "call": CallEvent}
+    kind: Any = kinds.get(fields["event"])
+    return None if kind is None else kind(**{name: value for name, value in fields.items() if name != "event"})
+
+
+def _update_events(update: Any, seen: set[str | None]) -> Iterator[AgentEvent]:
+    """Yield what is new; a middleware that rewrites history sends all of it again."""
     if not isinstance(update, dict):
         return
     for message in update.get("messages") or ():
+        if message.id is not None and message.id in seen:
+            continue
+        seen.add(message.id)
         if isinstance(message, AIMessage):
             yield from _reply_events(message)
         elif isinstance(message, ToolMessage):

@@ -19,7 +19,7 @@ from langgraph.graph.message import add_messages
 
 from dlite_agent.chat_model import ChatDLite
 from dlite_agent.errors import ConfigError
-from dlite_agent.prompting.messages import METADATA_KEY, to_template_messages
+from dlite_agent.prompting.messages import METADATA_KEY
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,8 @@ def read_sessions(path: Path, *, ids: Sequence[str] = ()) -> Iterator[RecordedSe
 def replay(session: RecordedSession, model: ChatDLite, *, checkpointer: Any, thread_id: str) -> Iterator[ReplayedCall]:
     """Replay a session through a graph with a checkpointer; yields one item per assistant turn."""
     config: dict[str, Any] = {"configurable": {"thread_id": thread_id}}
-    fed, seen_text, seen_ids = 0, "", []
+    fed, seen_text = 0, ""
+    seen_ids: list[int] = []
     for index, message in enumerate(session.messages):
         if not isinstance(message, AIMessage) or index == 0:
             continue
@@ -138,7 +139,7 @@ def _prompt(
 ) -> tuple[str, list[int]]:
     """Render the prompt a call was given, to compare it with the one before."""
     runtime = model.runtime
-    text = runtime.template.render(to_template_messages(messages, result_hint=runtime.profile.result_hint), tools)
+    text = runtime.render(messages, tools)
     return text, runtime.encoder.encode(text, known_ids)
 
 

@@ -21,7 +21,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from dlite_agent.agent.events import CallEvent
+from dlite_agent.agent.events import CallEvent, from_json
+from dlite_agent.agent.terminal import show_event
 from dlite_agent.config import Settings
 from dlite_agent.demo.task import DemoTask
 from dlite_agent.errors import DLiteError, SessionError
@@ -30,7 +31,6 @@ from dlite_agent.sessions.keys import KINDS, Keys
 from dlite_agent.sessions.store import KindUsage, SessionStore
 
 _LONG_PREFILL = 64
-_MARKS = {"pending": "[ ]", "in_progress": "[~]", "completed": "[x]"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,60 +166,32 @@ class _View:
         with self._progress:
             yield
 
-    def show(self, event: dict[str, Any]) -> None:
-        """Show one event."""
-        handler = getattr(self, f"_on_{event.pop('event')}")
-        handler(**event)
-
-    def _on_loading(self, model: str) -> None:
-        self._bar(f"loading {model}", None, None)
-
-    def _on_ready(self) -> None:
+    def show(self, fields: dict[str, Any]) -> None:
+        """Show one event of the worker."""
+        kind = fields["event"]
+        if kind == "prefill":
+            self._show_prefill(fields["done"], fields["total"])
+            return
         self._no_bar()
+        if kind == "loading":
+            self._bar(f"loading {fields['model']}", None, None)
+        elif kind == "turn":
+            self._turn = fields["number"]
+            self._console.print(f"\n[bold cyan]{self._turn}. you:[/] {escape(fields['text'])}")
+        elif kind == "end":
+            self._record.end = fields
+        elif kind == "error":
+            self.error = f"{fields['kind']}: {fields['message']}"
+        elif (event := from_json(fields)) is not None:
+            if isinstance(event, CallEvent):
+                self._record.calls.append((self._process, self._turn, event))
+            show_event(event, self._console)
 
-    def _on_prefill(self, done: int, total: int) -> None:
+    def _show_prefill(self, done: int, total: int) -> None:
         if total >= _LONG_PREFILL and done < total:
             self._bar(f"prefill of {total} tokens", done, total)
         else:
             self._no_bar()
-
-    def _on_turn(self, number: int, text: str) -> None:
-        self._turn = number
-        self._console.print(f"\n[bold cyan]{number}. you:[/] {escape(text)}")
-
-    def _on_text(self, text: str) -> None:
-        self._no_bar()
-        self._console.print(escape(text), end="", highlight=False)
-
-    def _on_call(self, **fields: Any) -> None:
-        self._no_bar()
-        call = CallEvent(**fields)
-        self._record.calls.append((self._process, self._turn, call))
-        self._console.print(f"\n   [dim]{_line(call)}[/]")
-
-    def _on_tool(self, name: str, args: dict[str, Any], is_valid: bool) -> None:
-        shown = json.dumps(args, ensure_ascii=False)
-        self._console.print(f"   [yellow]{'call' if is_valid else 'invalid call'}[/] {escape(name)} {escape(shown)}")
-
-    def _on_result(self, name: str, text: str, is_error: bool) -> None:
-        color = "red" if is_error else "green"
-        shown = text if len(text) <= 200 else f"{text[:200]}..."
-        self._console.print(f"   [{color}]result[/] {escape(shown)}")
-
-    def _on_plan(self, todos: list[dict[str, str]]) -> None:
-        for todo in todos:
-            self._console.print(
-                f"   [magenta]plan[/] {escape(_MARKS.get(todo['status'], '[?]'))} {escape(todo['content'])}"
-            )
-
-    def _on_turn_done(self, number: int) -> None:
-        self._no_bar()
-
-    def _on_end(self, **fields: Any) -> None:
-        self._record.end = fields
-
-    def _on_error(self, kind: str, message: str) -> None:
-        self.error = f"{kind}: {message}"
 
     def _bar(self, description: str, done: int | None, total: int | None) -> None:
         if self._task is None:
@@ -230,15 +202,6 @@ class _View:
         if self._task is not None:
             self._progress.remove_task(self._task)
             self._task = None
-
-
-def _line(call: CallEvent) -> str:
-    stats = call.stats
-    return (
-        f"prompt {call.input_tokens} = {stats['reused_ram']} from RAM + {stats['reused_store']} from Redis + "
-        f"{stats['prefilled']} prefilled; {call.output_tokens} generated, tau {call.tau:.2f}, "
-        f"{call.tokens_per_second:.1f} tokens/s"
-    )
 
 
 def _table(calls: Sequence[tuple[int, int, CallEvent]]) -> Table:

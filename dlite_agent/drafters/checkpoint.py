@@ -55,15 +55,19 @@ def _expect(got: object, expected: object, *, field: str) -> None:
         raise DrafterFormatError(f"{field} is {got!r}; expected {expected!r}")
 
 
+def _positive(value: object, *, field: str) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+        raise DrafterFormatError(f"{field} is {value!r}; expected a positive number")
+    return float(value)
+
+
 def _rope_theta(fields: Mapping[str, Any]) -> float:
     """Read the RoPE base from either of the two places that configs have it in."""
     nested = fields.get("rope_parameters") or {}
-    if nested.get("rope_type", "default") != "default":
-        raise DrafterFormatError(f"rope_parameters.rope_type is {nested['rope_type']!r}; expected 'default'")
-    theta = nested.get("rope_theta", fields.get("rope_theta"))
-    if not isinstance(theta, int | float):
-        raise DrafterFormatError(f"rope_theta is {theta!r}; expected a number")
-    return float(theta)
+    if not isinstance(nested, dict):
+        raise DrafterFormatError(f"config.rope_parameters is {nested!r}; expected dict")
+    _expect(nested.get("rope_type", "default"), "default", field="rope_parameters.rope_type")
+    return _positive(nested.get("rope_theta", fields.get("rope_theta")), field="rope_theta")
 
 
 def read_config(folder: Path) -> DLiteConfig:
@@ -81,17 +85,20 @@ def read_config(folder: Path) -> DLiteConfig:
     inner = {name: _require(nested, name, int, where="dlite_config") for name in _NESTED}
     layer_ids = tuple(_require(nested, "target_layer_ids", list, where="dlite_config"))
     _expect(nested.get("chs_num_layers"), len(layer_ids), field="dlite_config.chs_num_layers")
-    default_head_dim = plain["hidden_size"] // plain["num_attention_heads"]
+    if fields.get("head_dim") is None:
+        head_dim = plain["hidden_size"] // max(1, plain["num_attention_heads"])
+    else:
+        head_dim = _require(fields, "head_dim", int, where="config")
     try:
         rule = pivot_layer_ids(plain["num_target_layers"], len(layer_ids))
         _expect(layer_ids, rule, field="dlite_config.target_layer_ids")
         return DLiteConfig(
             **plain,
             **inner,
-            target_layer_ids=layer_ids,
-            head_dim=fields.get("head_dim") or default_head_dim,
+            target_layer_ids=rule,
+            head_dim=head_dim,
             rope_theta=_rope_theta(fields),
-            rms_norm_eps=float(fields.get("rms_norm_eps", 1e-6)),
+            rms_norm_eps=_positive(fields.get("rms_norm_eps", 1e-6), field="rms_norm_eps"),
             attention_bias=bool(fields.get("attention_bias", False)),
         )
     except ConfigError as error:
@@ -104,11 +111,12 @@ def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
     names = ["model.safetensors"]
     if index.is_file():
         weight_map = _require(_read_json(index), "weight_map", dict, where="index")
+        for name in weight_map.values():
+            if not isinstance(name, str) or Path(name).name != name:
+                raise DrafterFormatError(f"{index} names the file {name!r}; expected a file of the same folder")
         names = sorted(set(weight_map.values()))
     tensors: dict[str, torch.Tensor] = {}
     for name in names:
-        if Path(name).name != name:
-            raise DrafterFormatError(f"{index} names the file {name!r}; expected a file of the same folder")
         try:
             tensors |= load_file(folder / name)
         except (OSError, SafetensorError) as error:
@@ -137,6 +145,8 @@ def load(folder: Path, *, dtype: torch.dtype | None = None) -> DLiteModel:
         got = tuple(tensors[name].shape)
         if got != shape:
             raise DrafterFormatError(f"{folder}: tensor {name} has shape {list(got)}; expected {list(shape)}")
+        if not tensors[name].is_floating_point():
+            raise DrafterFormatError(f"{folder}: tensor {name} has dtype {tensors[name].dtype}; expected a float type")
     if unknown := sorted(set(tensors) - set(expected)):
         raise DrafterFormatError(f"{folder}: tensors {unknown[:4]} are not part of {VERSION}")
     model.load_state_dict(tensors, assign=True)

@@ -17,6 +17,17 @@ from torch.nn import functional
 from dlite_agent.drafters.protocol import DraftView, Proposal
 from dlite_agent.errors import ConfigError
 
+_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "sequential_rank",
+)
+
 
 @dataclass(frozen=True, slots=True)
 class DLiteConfig:
@@ -50,6 +61,11 @@ class DLiteConfig:
     attention_bias: bool = False
 
     def __post_init__(self) -> None:
+        for name in _SIZES:
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; expected at least 1")
+        if self.head_dim % 2:
+            raise ConfigError(f"head_dim is {self.head_dim}; expected an even number")
         if self.anchor_group_size not in (1, 2):
             raise ConfigError(f"anchor_group_size is {self.anchor_group_size}; expected 1 or 2")
         if self.block_size < 2:

@@ -45,7 +45,7 @@ class GoldenReport:
 def _read_io(folder: Path) -> dict[str, torch.Tensor]:
     path = folder / "io.safetensors"
     try:
-        recorded = load_file(path)
+        recorded: dict[str, torch.Tensor] = load_file(path)
     except (OSError, SafetensorError) as error:
         raise DrafterFormatError(
             f"{path} cannot be read ({error}); expected the recorded inputs and outputs"

@@ -14,6 +14,8 @@ from torch import nn
 from transformers import AttentionInterface
 
 NAME = "dlite_causal_tail"
+ROWWISE_NAME = "dlite_causal_tail_rowwise"
+ROWWISE_MAX_ROWS = 32  # more rows than that are a prefill, which plain and speculative decoding share
 
 _GROUPED_MAX_ROWS = 32  # up to here one batched product per KV head beats a kernel that repeats the heads
 
@@ -75,6 +77,30 @@ def _grouped(
     return mixed.view(batch, heads, num_queries, head_dim)
 
 
+def rowwise_attention(
+    module: nn.Module,
+    query: torch.Tensor,  # [batch, heads, n, head_dim]
+    key: torch.Tensor,  # [batch, kv_heads, L, head_dim]
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Do as `causal_tail_attention`, a few rows one by one: each gets the very bits that it would get alone.
+
+    A model with int8 activations needs that: a difference in the last bit of a float can move a whole integer step.
+    """
+    num_queries = query.shape[2]
+    if num_queries > ROWWISE_MAX_ROWS:
+        return causal_tail_attention(module, query, key, value, None, **kwargs)
+    rows = []
+    for row in range(num_queries):
+        stop = key.shape[2] - num_queries + row + 1
+        alone = query[:, :, row : row + 1], key[:, :, :stop], value[:, :, :stop]
+        rows.append(causal_tail_attention(module, *alone, None, **kwargs)[0])
+    return torch.cat(rows, dim=1), None
+
+
 def register() -> None:
-    """Make the attention known to transformers; doing it twice is harmless."""
+    """Make both attentions known to transformers; doing it twice is harmless."""
     AttentionInterface.register(NAME, causal_tail_attention)
+    AttentionInterface.register(ROWWISE_NAME, rowwise_attention)

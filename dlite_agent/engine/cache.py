@@ -23,6 +23,9 @@ class SlabLayer(CacheLayerMixin):
 
     is_sliding = False
     is_croppable = True
+    is_initialized: bool
+    keys: torch.Tensor | None
+    values: torch.Tensor | None
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +103,9 @@ class SlabLayer(CacheLayerMixin):
 class SlabCache(Cache):
     """The cache of one session: `num_layers` slabs that always hold the same number of rows."""
 
-    def __init__(self, num_layers: int) -> None:
+    def __init__(self, num_layers: int, *, device: torch.device | None = None) -> None:
+        """Start empty; `device` is where appended rows go, by default where they come from."""
+        self._device = device
         self._slabs = [SlabLayer() for _ in range(num_layers)]
         super().__init__(layers=list(self._slabs))
 
@@ -134,8 +139,16 @@ class SlabCache(Cache):
         return stacked.view(len(self._slabs), 2, *stacked.shape[1:])
 
     def append(self, rows: torch.Tensor) -> None:
-        """Append rows `[layers, 2, heads, n, head_dim]` that `rows` once returned."""
+        """Append rows `[layers, 2, heads, n, head_dim]` that `rows` once returned.
+
+        Raises:
+            ValueError: If they do not have the shape or the dtype of the rows held; nothing has changed.
+        """
         if rows.dim() != 5 or rows.shape[:2] != (len(self._slabs), 2):
             raise ValueError(f"rows of shape {tuple(rows.shape)}; expected [{len(self._slabs)}, 2, heads, n, head_dim]")
+        held = self._slabs[0].keys
+        if held is not None and (rows.shape[2], rows.shape[4], rows.dtype) != (*held.shape[1::2], held.dtype):
+            raise ValueError(f"rows {rows.dtype} {list(rows.shape)} do not fit {held.dtype} {list(held.shape)}")
+        rows = rows.to(self._device or rows.device)
         for slab, (keys, values) in zip(self._slabs, rows, strict=True):
             slab.update(keys.unsqueeze(0), values.unsqueeze(0))

@@ -21,13 +21,15 @@ import numpy.typing as npt
 import torch
 
 from dlite_agent.drafters.protocol import Drafter, DraftView, Proposal
+from dlite_agent.engine.attention import ROWWISE_MAX_ROWS
 from dlite_agent.engine.sampling import SamplingParams, draw
 from dlite_agent.engine.state import Ids, TargetState, common_prefix
 from dlite_agent.engine.target import Target
 from dlite_agent.engine.verify import verify
-from dlite_agent.errors import ContextLengthError
+from dlite_agent.errors import ConfigError, ContextLengthError
 
 PREFILL_CHUNK = 512
+MAX_DRAFT = ROWWISE_MAX_ROWS - 1
 _RESERVED_TOKENS = 1024
 
 
@@ -70,7 +72,7 @@ class Request:
         max_new_tokens: Upper bound of tokens generated.
         end_ids: Tokens that end the text; the end token itself is generated.
         constraint: A grammar, or None.
-        max_draft: Longest draft verified at once.
+        max_draft: Longest draft verified at once, 0 to `MAX_DRAFT`.
         is_cancelled: Asked before every pass; True ends the iteration.
         on_prefill: Told (rows done, rows to do) after every prefill chunk.
     """
@@ -83,6 +85,12 @@ class Request:
     max_draft: int = 7
     is_cancelled: Callable[[], bool] = lambda: False
     on_prefill: Callable[[int, int], None] = lambda done, total: None
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ConfigError(f"max_new_tokens is {self.max_new_tokens}; expected at least 1")
+        if not 0 <= self.max_draft <= MAX_DRAFT:
+            raise ConfigError(f"max_draft is {self.max_draft}; expected 0..{MAX_DRAFT}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,17 +274,19 @@ def _propose(state: TargetState, drafter: Drafter, request: Request, *, room: in
     constraint = request.constraint
     draft = _Draft([], [], [None if constraint is None else constraint.bitmask()])
     has_drafted = False
-    while len(draft.tokens) < room:
-        proposal = _forced(constraint, room - len(draft.tokens))
-        if not proposal.tokens:
-            if has_drafted:
+    try:
+        while len(draft.tokens) < room:
+            proposal = _forced(constraint, room - len(draft.tokens))
+            if not proposal.tokens:
+                if has_drafted:
+                    break
+                has_drafted = True
+                proposal = drafter.propose(DraftView(state.ids, draft.tokens, state.pivot, room - len(draft.tokens)))
+            if not _extend(draft, proposal, request, room=room):
                 break
-            has_drafted = True
-            proposal = drafter.propose(DraftView(state.ids, draft.tokens, state.pivot, room - len(draft.tokens)))
-        if not _extend(draft, proposal, request, room=room):
-            break
-    if constraint is not None:
-        constraint.rollback(len(draft.tokens) - int(_ends(draft, request)))
+    finally:
+        if constraint is not None:
+            constraint.rollback(len(draft.tokens) - int(_ends(draft, request)))
     return draft
 
 
@@ -294,12 +304,12 @@ def _extend(draft: _Draft, proposal: Proposal, request: Request, *, room: int) -
     for token in proposal.tokens[: room - len(draft.tokens)]:
         if constraint is not None and not constraint.allows(token):
             return False
+        is_end = token in request.end_ids
+        if constraint is not None and not is_end:
+            constraint.advance(token)
         draft.tokens.append(token)
         draft.sources.append(proposal.source)
-        if token in request.end_ids:
-            draft.bitmasks.append(None)
+        draft.bitmasks.append(None if constraint is None or is_end else constraint.bitmask())
+        if is_end:
             return False
-        if constraint is not None:
-            constraint.advance(token)
-        draft.bitmasks.append(None if constraint is None else constraint.bitmask())
     return bool(proposal.tokens)

@@ -1,8 +1,10 @@
 """Int8 weights and activations with exact integer accumulation.
 
 Weights are quantized per output channel, activations per row, symmetrically. Products are summed as int32, so a row's
-result does not depend on how many rows are multiplied with it: a verify pass gives the very bits of a plain one. The
-quantized model is a target of its own (its own fingerprint); speculation is lossless with respect to it.
+result does not depend on how many rows are multiplied with it. What lies between the products is kept row by row too
+(`attention.rowwise_attention`, `RowwiseActivation`): the last bit of a float can move a whole integer step, and so a
+verify pass has to give the very bits of a plain one. The quantized model is a target of its own (its own fingerprint);
+speculation is lossless with respect to it.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from dlite_agent.engine.attention import ROWWISE_MAX_ROWS
 from dlite_agent.errors import UnsupportedModelError
 
 _LIMIT = 127
@@ -34,11 +37,26 @@ class Int8Linear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Apply to `x [..., in]`."""
         rows, row_scale = quantize_rows(x.reshape(-1, self.in_features).float())
-        sums = torch._int_mm(rows, self.weight.t())
+        sums: torch.Tensor = torch.ops.aten._int_mm(rows, self.weight.t())
         y = sums.float().mul_(row_scale).mul_(self.scale)
         if self.bias is not None:
             y = y + self.bias
         return y.to(self.out_dtype).view(*x.shape[:-1], self.out_features)
+
+
+class RowwiseActivation(nn.Module):
+    """An activation applied to a few rows one by one: kernels compute the last elements of a tensor in another way."""
+
+    def __init__(self, activation: nn.Module) -> None:
+        super().__init__()
+        self.activation = activation
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Apply to `x [batch, n, width]`."""
+        if x.shape[1] > ROWWISE_MAX_ROWS:
+            whole: torch.Tensor = self.activation(x)
+            return whole
+        return torch.cat([self.activation(x[:, row : row + 1]) for row in range(x.shape[1])], dim=1)
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -50,7 +68,7 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def quantize(model: nn.Module) -> None:
-    """Replace every `nn.Linear` of a model on the CPU by an `Int8Linear`, one at a time.
+    """Replace every `nn.Linear` of a model on the CPU by an `Int8Linear`, one at a time; activations go row by row.
 
     Raises:
         UnsupportedModelError: If this machine's integer products saturate.
@@ -60,6 +78,8 @@ def quantize(model: nn.Module) -> None:
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear):
                 setattr(parent, name, Int8Linear(child))
+            elif name == "act_fn":
+                setattr(parent, name, RowwiseActivation(child))
 
 
 def _refuse_saturation() -> None:
@@ -69,5 +89,5 @@ def _refuse_saturation() -> None:
     columns[::2] = -_LIMIT
     expected = rows.long() @ columns.long().t()
     for count in (1, 2, 4):
-        if not torch.equal(torch._int_mm(rows[:count], columns.t()).long(), expected[:count]):
+        if not torch.equal(torch.ops.aten._int_mm(rows[:count], columns.t()).long(), expected[:count]):
             raise UnsupportedModelError("this machine's int8 products saturate; load the model without quantize='int8'")

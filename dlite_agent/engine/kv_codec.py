@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -30,7 +31,7 @@ def to_bytes(tensor: torch.Tensor) -> TensorBytes:
     if tensor.dtype not in _NAMES:
         raise ValueError(f"dtype {tensor.dtype} is not stored; expected one of {', '.join(_DTYPES)}")
     flat = tensor.detach().cpu().contiguous()
-    return TensorBytes(_NAMES[flat.dtype], tuple(flat.shape), memoryview(flat.view(torch.uint8).flatten().numpy()))
+    return TensorBytes(_NAMES[flat.dtype], tuple(flat.shape), flat.view(torch.uint8).flatten().numpy().data)
 
 
 def from_bytes(dtype: str, shape: tuple[int, ...], payload: bytes | memoryview) -> torch.Tensor:
@@ -41,7 +42,11 @@ def from_bytes(dtype: str, shape: tuple[int, ...], payload: bytes | memoryview) 
     """
     if dtype not in _DTYPES:
         raise ValueError(f"dtype {dtype!r}; expected one of {', '.join(_DTYPES)}")
-    return torch.frombuffer(bytearray(payload), dtype=_DTYPES[dtype]).view(shape)
+    data = bytearray(payload)
+    expected = math.prod(shape) * _DTYPES[dtype].itemsize
+    if len(data) != expected:
+        raise ValueError(f"{len(data)} bytes for {dtype} {list(shape)}; expected {expected}")
+    return torch.frombuffer(data, dtype=_DTYPES[dtype]).view(shape)
 
 
 def block_bytes(cache: SlabCache, start: int, stop: int) -> TensorBytes:

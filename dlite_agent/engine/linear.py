@@ -46,6 +46,10 @@ class Way:
     num_rows: int
     milliseconds: float
 
+    def __post_init__(self) -> None:
+        if self.method not in METHODS or not isinstance(self.num_rows, int):
+            raise ValueError(f"way {self.method!r} at {self.num_rows!r} rows; expected a method of {list(METHODS)}")
+
     def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Multiply `x [n, in]` by `weight [out, in]` transposed; n is at most `num_rows`."""
         n = x.shape[0]
@@ -62,8 +66,8 @@ class RowTable:
     ways: tuple[Way, ...]  # ways[n - 1] multiplies n rows
 
     def __post_init__(self) -> None:
-        assert len(self.ways) == MAX_ROWS
-        assert all(way.num_rows >= n for n, way in enumerate(self.ways, start=1))
+        if len(self.ways) != MAX_ROWS or any(way.num_rows < n for n, way in enumerate(self.ways, start=1)):
+            raise ValueError(f"a table of {len(self.ways)} ways; expected one for each of 1..{MAX_ROWS} rows")
 
 
 class SmallRowLinear(nn.Module):
@@ -131,8 +135,8 @@ def _linears(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
 
 
 def _machine_key(dtype: torch.dtype) -> str:
-    facts = (platform.processor() or platform.machine(), torch.backends.cpu.get_cpu_capability())
-    facts += (str(torch.get_num_threads()), torch.__version__, str(dtype))
+    facts = [platform.processor() or platform.machine(), torch.backends.cpu.get_cpu_capability()]
+    facts += [str(torch.get_num_threads()), str(torch.__version__), str(dtype)]
     return hashlib.blake2b("|".join(facts).encode(), digest_size=8).hexdigest()
 
 
@@ -147,7 +151,7 @@ def _load(path: Path) -> dict[tuple[int, int], RowTable]:
             )
             for entry in stored
         }
-    except (OSError, ValueError, KeyError, TypeError, AssertionError):
+    except (OSError, ValueError, LookupError, TypeError):
         return {}
 
 

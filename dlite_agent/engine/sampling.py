@@ -72,7 +72,7 @@ def gumbel_noise(token_ids: torch.Tensor, *, seed: int, position: int) -> torch.
     key = torch.tensor([_signed(seed), _signed(position)], dtype=torch.int64, device=token_ids.device)
     base = _mix(_mix(key[0] + _signed(_GOLDEN)) ^ (key[1] * _signed(_GOLDEN)))
     bits = _mix(base + (token_ids + 1) * _signed(_GOLDEN))
-    uniform = (((bits >> 11) & ((1 << 53) - 1)).double() + 0.5) * 2.0**-53
+    uniform = (((bits >> 12) & ((1 << 52) - 1)).double() + 0.5) * 2.0**-52  # one bit more would round up to 1
     return -torch.log(-torch.log(uniform))
 
 

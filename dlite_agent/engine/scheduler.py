@@ -6,6 +6,7 @@ step, and an exception in one caller's code never reaches another's decoding.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
@@ -14,6 +15,10 @@ from typing import Generic, TypeVar
 from dlite_agent.errors import DLiteError
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+_END = object()
 
 
 class Job(Generic[T]):
@@ -38,22 +43,33 @@ class Job(Generic[T]):
         self._cancelled.set()
 
     def advance(self) -> bool:
-        """Run one step; returns whether there may be more."""
+        """Run one step; returns whether there may be more. No error gets out: it is the caller's own."""
         try:
-            if self._items is None:
-                self._items = self._make(self)
-            if self.is_cancelled:
-                self._close()
-                self._deliver("done", None)
-                return False
-            self._deliver("item", next(self._items))
-        except StopIteration:
-            self._deliver("done", None)
-            return False
+            item = self._next()
+            if item is not _END:
+                self._deliver("item", item)
+                return True
+            self._close()
         except BaseException as error:
-            self._deliver("failed", error)
-            return False
-        return True
+            self._finish("failed", error)
+        else:
+            self._finish("done", None)
+        return False
+
+    def _next(self) -> object:
+        if self.is_cancelled:
+            return _END
+        if self._items is None:
+            self._items = self._make(self)
+        return next(self._items, _END)
+
+    def _finish(self, kind: str, value: object) -> None:
+        """End the iteration and tell the caller; one who cannot be told has gone."""
+        for action in (self._close, lambda: self._deliver(kind, value)):
+            try:
+                action()
+            except BaseException:
+                logger.warning("a caller of the engine failed as it ended (%s)", kind, exc_info=True)
 
     def _close(self) -> None:
         if isinstance(self._items, Generator):
@@ -61,7 +77,7 @@ class Job(Generic[T]):
 
 
 class Scheduler:
-    """Runs jobs round-robin on one daemon thread that lives while there is work."""
+    """Runs jobs round-robin on one daemon thread that lives from the first job until `close`."""
 
     def __init__(self, name: str = "dlite-engine") -> None:
         self._name = name

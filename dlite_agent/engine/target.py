@@ -97,7 +97,7 @@ class Target:
         """
         _refuse_inexact(model.config)
         attention.register()
-        model.set_attn_implementation(attention.NAME)
+        model.set_attn_implementation(_attention_name(quantize))
         self.model = model.eval().requires_grad_(False)
         self.config = model.config
         self.fingerprint = fingerprint
@@ -138,7 +138,7 @@ class Target:
         config = getattr(config, "text_config", config)
         _refuse_inexact(config)
         try:
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, config=config)
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, config=config, use_safetensors=True)
         except Exception as error:  # transformers and safetensors raise many types here, bare Exception among them
             raise CorruptModelError(f"{folder} cannot be loaded ({error}); remove it and pull it again") from error
         fingerprint = fingerprint_of(folder, config, dtype=dtype, quantize=quantize, digests_dir=cache_dir)
@@ -165,13 +165,13 @@ class Target:
 
     def new_cache(self) -> SlabCache:
         """Return an empty cache for one session."""
-        return SlabCache(self.num_layers)
+        return SlabCache(self.num_layers, device=self.device)
 
     @torch.inference_mode()
     def forward(
         self, ids: Sequence[int], cache: SlabCache, *, num_logits: int = 1, num_features: int = 1
     ) -> TargetOutput:
-        """Run the target over new tokens behind the rows of `cache`, which grows by `len(ids)`.
+        """Run the target over new tokens behind the rows of `cache`, which grows by `len(ids)`; not at all on failure.
 
         Args:
             ids: New tokens, at least one.
@@ -182,7 +182,12 @@ class Target:
         for tap in self._taps:
             tap.num_rows = num_features
         rows = torch.tensor([list(ids)], dtype=torch.long, device=self.device)
-        output = self.model(input_ids=rows, cache=cache, use_cache=True, logits_to_keep=num_logits)
+        num_rows = cache.num_rows
+        try:
+            output = self.model(input_ids=rows, cache=cache, use_cache=True, logits_to_keep=num_logits)
+        except BaseException:
+            cache.crop_to(num_rows)  # the first layers may have written
+            raise
         features = torch.stack([tap.rows for tap in self._taps if tap.rows is not None], dim=1)
         for tap in self._taps:
             tap.rows = None
@@ -192,7 +197,8 @@ class Target:
         if not 0 <= layer < self.num_layers:
             raise ConfigError(f"feature layer {layer}; expected 0..{self.num_layers - 1}")
         decoder = self.model.get_decoder()
-        module = decoder.norm if layer == self.num_layers - 1 else decoder.layers[layer]
+        layers: Any = decoder.layers
+        module = decoder.norm if layer == self.num_layers - 1 else layers[layer]
         assert isinstance(module, nn.Module)
         return module
 
@@ -215,6 +221,10 @@ def _refuse_inexact(config: Any) -> None:
         raise UnsupportedModelError("bidirectional attention cannot be decoded token by token; use a causal model")
 
 
+def _attention_name(quantize: Quantization | None) -> str:
+    return attention.NAME if quantize is None else attention.ROWWISE_NAME
+
+
 def fingerprint_of(
     folder: Path,
     config: Any,
@@ -229,7 +239,7 @@ def fingerprint_of(
         "layout": _LAYOUT,
         "dtype": str(dtype),
         "quantize": quantize,
-        "attention": attention.NAME,
+        "attention": _attention_name(quantize),
         "config": {k: v for k, v in config.to_dict().items() if k not in ("transformers_version", "_name_or_path")},
     }
     digest.update(json.dumps(facts, sort_keys=True, default=str).encode())

@@ -14,6 +14,9 @@ from dlite_agent.prompting.schemas import close_objects
 _JSON_STYLE = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 """The white space that chat templates write into JSON."""
 
+_SPREAD_STYLE = {"item_separator": ",", "key_separator": ":", "whitespace_flexible": True}
+"""Any white space: a model that spreads an object over lines would be driven into nonsense by another style."""
+
 _SPACES = "[ \\t\\r\\n]*"
 
 
@@ -30,12 +33,7 @@ class CallGrammars:
         self.dialect = dialect
         self.names = tuple(name for name in schemas if json.dumps(name, ensure_ascii=False) == f'"{name}"')
         self._is_parallel = parallel
-        named = [
-            f"{_quoted(_in_json(name) + _quote_and_key(dialect.arguments_key))} args_{index} {_quoted('}')}"
-            for index, name in enumerate(schemas)
-        ]
-        args = [f"args_{index}: {json_rule(schema)}" for index, schema in enumerate(schemas.values())]
-        self._rules = "\n".join(['NL: "\\n"', f"named: {' | '.join(named)}", *args])
+        self._schemas = schemas
         self._object = _quoted(f'{{"{dialect.name_key}": "') + " named"
         self._call = f"{_quoted(dialect.call_open)} NL {self._object} NL {_quoted(dialect.call_close)}"
 
@@ -55,34 +53,42 @@ class CallGrammars:
             rest = f"""{self._more(f'", " {self._object}')} "]" """
         else:
             rest = self._more(f"(NL | SEMICOLON) {self._object}")
-        grammar = self._grammar(f"HEAD named {rest} {f'NL? {closer}' if closer else ''} NL?")
+        start = f"HEAD named {rest} {f'NL? {closer}' if closer else ''} NL?"
+        grammar = self._grammar(start, is_spread=head.is_spread)
         key = re.escape(self.dialect.name_key).replace("/", "\\/")
         return f'{grammar}\nHEAD: /\\{{{_SPACES}"{key}"{_SPACES}:{_SPACES}"/\nSEMICOLON: /;[ \\n]?/'
 
     def _more(self, rule: str) -> str:
         return f"({rule})*" if self._is_parallel else ""
 
-    def _grammar(self, start: str) -> str:
-        return f"start: {start}\n{self._rules}"
+    def _grammar(self, start: str, *, is_spread: bool = False) -> str:
+        style = _SPREAD_STYLE if is_spread else _JSON_STYLE
+        args = [f"args_{i}: {json_rule(schema, style)}" for i, schema in enumerate(self._schemas.values())]
+        named = " | ".join(self._named(name, i, is_spread=is_spread) for i, name in enumerate(self._schemas))
+        return "\n".join([f"start: {start}", 'NL: "\\n"', f"SPACE: /{_SPACES}/", f"named: {named}", *args])
+
+    def _named(self, name: str, index: int, *, is_spread: bool) -> str:
+        """The object from the tool's name on."""
+        key = _in_json(self.dialect.arguments_key)
+        if not is_spread:
+            return f"""{_quoted(f'{_in_json(name)}", "{key}": ')} args_{index} {_quoted("}")}"""
+        literals = [f'{_in_json(name)}"', ",", f'"{key}"', ":"]
+        return f"{' SPACE '.join(map(_quoted, literals))} SPACE args_{index} SPACE {_quoted('}')}"
 
 
-def json_rule(schema: Mapping[str, Any]) -> str:
-    """A rule body that matches JSON of the schema."""
-    return f"%json {schema_text(schema)}"
+def json_rule(schema: Mapping[str, Any], style: Mapping[str, Any] = _JSON_STYLE) -> str:
+    """A rule body that matches JSON of the schema, in the style of chat templates or another."""
+    return f"%json {schema_text(schema, style)}"
 
 
-def schema_text(schema: Mapping[str, Any]) -> str:
-    """The schema for llguidance: objects closed, white space as chat templates write it."""
-    return json.dumps({**close_objects(schema), "x-guidance": _JSON_STYLE})
+def schema_text(schema: Mapping[str, Any], style: Mapping[str, Any] = _JSON_STYLE) -> str:
+    """The schema for llguidance: objects closed, white space as the style says."""
+    return json.dumps({**close_objects(schema), "x-guidance": dict(style)})
 
 
 def _in_json(text: str) -> str:
     """The text as it stands between the quotes of a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
-
-
-def _quote_and_key(key: str) -> str:
-    return f'", "{_in_json(key)}": '
 
 
 def _quoted(text: str) -> str:

@@ -35,6 +35,7 @@ class Head:
         fence: Which of the dialect's fences was opened, if any.
         is_list: Whether the object is in a list.
         typed: The part of the tool's name that is there, once its quote is open; else None.
+        is_spread: Whether white space follows the brace: the object is spread over lines, in the model's own style.
     """
 
     state: HeadState
@@ -42,6 +43,7 @@ class Head:
     fence: int | None = None
     is_list: bool = False
     typed: str | None = None
+    is_spread: bool = False
 
 
 _NOT_A_HEAD = Head(HeadState.NO)
@@ -71,11 +73,12 @@ def scan_head(text: str, dialect: Dialect, names: Collection[str]) -> Head:
     if text[position] != "{":
         return _NOT_A_HEAD
     start = position
+    is_spread = text[start + 1 : start + 2].isspace()
     for literal in ("{", f'"{dialect.name_key}"', ":", '"'):
         position = _scan_literal(text, skip_space(text, position), literal)
         if position < 0:
-            return _NOT_A_HEAD if position == _NO else Head(HeadState.OPEN, start, fence, is_list)
-    return Head(_name_state(text, position, names), start, fence, is_list, text[position:])
+            return _NOT_A_HEAD if position == _NO else Head(HeadState.OPEN, start, fence, is_list, None, is_spread)
+    return Head(_name_state(text, position, names), start, fence, is_list, text[position:], is_spread)
 
 
 def skip_space(text: str, position: int, also: str = "") -> int:

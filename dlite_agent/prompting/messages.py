@@ -33,19 +33,23 @@ _UNSPOKEN_BLOCKS = frozenset(
 """Content blocks of an assistant message that are not its text: reasoning, and calls that `tool_calls` repeats."""
 
 
-def to_template_messages(messages: Sequence[BaseMessage], *, result_hint: str | None = None) -> list[dict[str, Any]]:
+def to_template_messages(
+    messages: Sequence[BaseMessage], *, result_hint: str | None = None, error_hint: str | None = None
+) -> list[dict[str, Any]]:
     """Convert a conversation for `ChatTemplate.render`.
 
     Args:
         messages: The conversation. Content may be a string or a list of text blocks; both render the same.
         result_hint: A line to end every tool result with, for models that need a nudge to go on. It is always
             appended, never moved, so that prompts only grow.
+        error_hint: The same for a result with status "error"; `result_hint` if None.
 
     Raises:
         UnsupportedContentError: A message holds images, audio or other content the target cannot read.
         PromptError: A message is of a kind that is no part of a conversation.
     """
-    return [_convert(message, index, result_hint=result_hint) for index, message in enumerate(messages)]
+    hints = {"success": result_hint, "error": error_hint or result_hint}
+    return [_convert(message, index, hints) for index, message in enumerate(messages)]
 
 
 def message_digest(content: str | Sequence[str | Mapping[str, Any]], tool_calls: Sequence[Mapping[str, Any]]) -> str:
@@ -62,7 +66,7 @@ def message_digest(content: str | Sequence[str | Mapping[str, Any]], tool_calls:
     return hashlib.blake2b(canonical.encode(), digest_size=16).hexdigest()
 
 
-def _convert(message: BaseMessage, index: int, *, result_hint: str | None) -> dict[str, Any]:
+def _convert(message: BaseMessage, index: int, hints: Mapping[str, str | None]) -> dict[str, Any]:
     where = f"message {index} ({message.type})"
     if isinstance(message, AIMessage):
         return _convert_assistant(message, where)
@@ -73,7 +77,7 @@ def _convert(message: BaseMessage, index: int, *, result_hint: str | None) -> di
         named = {"name": message.name} if message.name else {}
         return {"role": "user", "content": text, **named}
     if isinstance(message, ToolMessage):
-        return _convert_result(message, text, result_hint)
+        return _convert_result(message, text, hints[message.status])
     if isinstance(message, ChatMessage):
         return {"role": message.role, "content": text}
     raise PromptError(f"{where} is no part of a conversation; expected system, human, ai, tool or chat messages")
@@ -99,11 +103,11 @@ def _convert_assistant(message: AIMessage, where: str) -> dict[str, Any]:
     return converted
 
 
-def _convert_result(message: ToolMessage, text: str, result_hint: str | None) -> dict[str, Any]:
+def _convert_result(message: ToolMessage, text: str, hint: str | None) -> dict[str, Any]:
     if message.status == "error" and not text.lstrip().lower().startswith("error"):
         text = f"Error: {text}"
-    if result_hint:
-        text = f"{text}\n{result_hint}"
+    if hint:
+        text = f"{text}\n{hint}"
     named = {"name": message.name} if message.name else {}
     return {"role": "tool", "content": text, "tool_call_id": message.tool_call_id, **named}
 

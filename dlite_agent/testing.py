@@ -1,0 +1,150 @@
+"""Public fakes: tiny random targets and drafters, so that code around the engine is tested in milliseconds, offline.
+
+    target = tiny_target("qwen3")
+    state = TargetState(target.new_cache())
+    tokens = [t for step in decode(target, state, NullDrafter(), Request([1, 2, 3])) for t in step.tokens]
+
+The models are real transformers models with random weights: what they write is noise, but exact noise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from dlite_agent.drafters.dlite import DLiteConfig, DLiteModel
+from dlite_agent.drafters.null import NullDrafter
+from dlite_agent.drafters.protocol import DraftView, Proposal
+from dlite_agent.engine.decode import Request, decode
+from dlite_agent.engine.sampling import SamplingParams
+from dlite_agent.engine.state import TargetState
+from dlite_agent.engine.target import FAMILIES, Quantization, Target
+from dlite_agent.errors import UnsupportedModelError
+
+_SHAPE: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 160,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,  # large enough, and not tied, so that the most likely token changes from row to row
+    "tie_word_embeddings": False,
+}
+_SLIDING_WINDOW = 8
+
+
+def tiny_target(
+    family: str = "llama", seed: int = 0, *, quantize: Quantization | None = None, **overrides: Any
+) -> Target:
+    """Make a target with random weights, in memory.
+
+    Args:
+        family: One of `engine.target.FAMILIES`; "gemma3_text" has layers that slide over 8 tokens and full ones.
+        seed: Names the weights.
+        quantize: As for `Target`.
+        **overrides: Fields of the family's transformers configuration.
+
+    Raises:
+        UnsupportedModelError: If the family is unknown.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if family not in FAMILIES:
+        raise UnsupportedModelError(f"no tiny target of family {family!r}; expected one of {', '.join(FAMILIES)}")
+    config = AutoConfig.for_model(family, **_fields(family, overrides))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        _roughen(model)
+    facts = json.dumps([family, seed, quantize, overrides], sort_keys=True, default=str)
+    fingerprint = hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
+    return Target(model, fingerprint=fingerprint, quantize=quantize)
+
+
+def _fields(family: str, overrides: dict[str, Any]) -> dict[str, Any]:
+    fields = _SHAPE | overrides
+    if family == "gemma3_text":
+        kinds = ("sliding_attention", "full_attention")
+        layer_types = [kinds[layer % 2] for layer in range(fields["num_hidden_layers"])]
+        fields = {"sliding_window": _SLIDING_WINDOW, "layer_types": layer_types, **fields}
+    return fields
+
+
+@torch.no_grad()
+def _roughen(model: torch.nn.Module) -> None:
+    """Move norms and biases away from one and zero, where a mistake in them would not show."""
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+
+
+def random_dlite(target: Target, *, group: int = 1, num_drafts: int = 7, seed: int = 0, **overrides: Any) -> DLiteModel:
+    """Make a DLite drafter with random weights that fits a target; its last vocabulary row is the mask.
+
+    Args:
+        target: The target to draft for; its current feature layers are the pivot.
+        group: Anchor tokens, 1 or 2.
+        num_drafts: Most tokens per draft.
+        seed: Names the weights.
+        **overrides: Other fields of `DLiteConfig`.
+    """
+    fields: dict[str, Any] = {
+        "hidden_size": target.hidden_size,
+        "intermediate_size": 2 * target.hidden_size,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": target.vocab_size,
+        "num_target_layers": target.num_layers,
+        "target_layer_ids": target.layer_ids,
+        "block_size": num_drafts + 1,
+        "anchor_group_size": group,
+        "sequential_rank": 8,
+        "mask_token_id": target.vocab_size - 1,
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = DLiteModel(DLiteConfig(**fields | overrides))
+        _roughen(model)
+    return model.eval()
+
+
+class ScriptedDrafter:
+    """Proposes given tokens by position: `tokens[i]` is what it drafts at position `start + i` of the text."""
+
+    name = "scripted"
+
+    def __init__(self, tokens: Sequence[int], *, start: int = 0) -> None:
+        self.tokens = list(tokens)
+        self.start = start
+
+    def propose(self, view: DraftView) -> Proposal:
+        """Return the script from the view's end on; nothing before it begins or behind it ends."""
+        offset = len(view.ids) + len(view.drafted) - self.start
+        return Proposal(self.tokens[offset : offset + view.max_tokens] if offset >= 0 else (), self.name)
+
+
+class TargetDrafter:
+    """Proposes a target's own tokens, from a cache of its own: given the target, every draft is accepted whole."""
+
+    name = "target"
+
+    def __init__(self, target: Target, sampling: SamplingParams | None = None) -> None:
+        """Draft as `target` itself would draw under `sampling` (greedily by default)."""
+        self.target = target
+        self.sampling = sampling or SamplingParams()
+        self._state = TargetState(target.new_cache())
+
+    def propose(self, view: DraftView) -> Proposal:
+        """Decode the next `view.max_tokens` tokens plainly."""
+        request = Request([*view.ids.tolist(), *view.drafted], sampling=self.sampling, max_new_tokens=view.max_tokens)
+        steps = decode(self.target, self._state, NullDrafter(), request)
+        return Proposal([token for step in steps for token in step.tokens], self.name)

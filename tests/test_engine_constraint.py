@@ -1,0 +1,237 @@
+"""Under a grammar speculation gives the masked target's own text, and the grammar stands where the text stands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from dlite_agent.drafters.lookup import LookupDrafter
+from dlite_agent.drafters.null import NullDrafter
+from dlite_agent.drafters.protocol import Drafter, DraftView, Proposal
+from dlite_agent.engine.decode import Request, Step, TokenConstraint, decode
+from dlite_agent.engine.sampling import SamplingParams
+from dlite_agent.engine.state import TargetState
+from dlite_agent.engine.target import Target
+from dlite_agent.testing import ScriptedDrafter
+
+PROMPT = list(range(3, 15))
+LENGTH = 24
+END = 159
+VOCAB = 160
+Rule = Callable[[Sequence[int]], Collection[int]]
+
+
+class RuleConstraint:
+    """A grammar given by the set of tokens that may follow a path."""
+
+    def __init__(self, rule: Rule) -> None:
+        self.rule = rule
+        self.path: list[int] = []
+
+    @property
+    def finished(self) -> bool:
+        return set(self.rule(self.path)) == {END}
+
+    def bitmask(self) -> npt.NDArray[np.int32]:
+        bits = np.zeros(VOCAB, dtype=np.uint8)
+        bits[list(self.rule(self.path))] = 1
+        return np.packbits(bits, bitorder="little").view(np.int32)
+
+    def allows(self, token_id: int) -> bool:
+        return token_id in self.rule(self.path)
+
+    def advance(self, token_id: int) -> None:
+        assert token_id != END  # the engine does not hand end tokens on
+        assert self.allows(token_id)
+        self.path.append(token_id)
+
+    def rollback(self, num_tokens: int) -> None:
+        assert 0 <= num_tokens <= len(self.path)
+        del self.path[len(self.path) - num_tokens :]
+
+    def forced(self, limit: int) -> list[int]:
+        path = list(self.path)
+        while len(path) - len(self.path) < limit:
+            allowed = set(self.rule(path))
+            if len(allowed) > 1 or END in allowed:
+                break
+            path += allowed
+        return path[len(self.path) :]
+
+
+def even(path: Sequence[int]) -> Collection[int]:
+    return range(0, VOCAB, 2)
+
+
+def free_then_forced(path: Sequence[int]) -> Collection[int]:
+    """Three free tokens, then 7 8 9, and so on."""
+    return range(VOCAB - 1) if len(path) % 6 < 3 else {4 + len(path) % 6}
+
+
+def ten_then_end(path: Sequence[int]) -> Collection[int]:
+    return range(50, 100) if len(path) < 10 else {END}
+
+
+def may_end(path: Sequence[int]) -> Collection[int]:
+    """Forced, free, and from the ninth token on an end token is one of two choices."""
+    if len(path) < 4:
+        return {20 + len(path)}
+    return range(1, 60) if len(path) < 8 else {END, 3}
+
+
+def at_once_forced_to_the_end(path: Sequence[int]) -> Collection[int]:
+    return {30 + len(path)} if len(path) < 9 else {END}
+
+
+RULES: dict[str, Rule] = {
+    rule.__name__: rule for rule in (even, free_then_forced, ten_then_end, may_end, at_once_forced_to_the_end)
+}
+
+
+def steps_of(
+    target: Target, drafter: Drafter, constraint: TokenConstraint, sampling: SamplingParams, max_draft: int = 7
+) -> list[Step]:
+    request = Request(
+        PROMPT,
+        sampling=sampling,
+        max_new_tokens=LENGTH,
+        end_ids=frozenset([END]),
+        constraint=constraint,
+        max_draft=max_draft,
+    )
+    return list(decode(target, TargetState(target.new_cache()), drafter, request))
+
+
+def text_of(steps: Sequence[Step]) -> list[int]:
+    return [token for step in steps for token in step.tokens]
+
+
+def masked(target: Target, rule: Rule) -> list[int]:
+    """The most likely allowed tokens, one whole pass each."""
+    text: list[int] = []
+    while len(text) < LENGTH and END not in text:
+        logits = target.forward(PROMPT + text, target.new_cache()).logits[-1]
+        text.append(max(rule(text), key=lambda token: float(logits[token])))
+    return text
+
+
+def wrong_in_places(text: Sequence[int]) -> list[int]:
+    return [(token + 2) % VOCAB if i % 5 == 4 else token for i, token in enumerate(text)]
+
+
+DRAFTERS: dict[str, Callable[[Sequence[int]], Drafter]] = {
+    "null": lambda text: NullDrafter(),
+    "lookup": lambda text: LookupDrafter(min_match=1),
+    "right": lambda text: ScriptedDrafter(text, start=len(PROMPT)),
+    "some wrong": lambda text: ScriptedDrafter(wrong_in_places(text), start=len(PROMPT)),
+    "ends early": lambda text: ScriptedDrafter([*text[:6], END, *text[7:]], start=len(PROMPT)),
+    "forbidden": lambda text: ScriptedDrafter([1] * LENGTH, start=len(PROMPT)),
+}
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_the_text_is_the_masked_targets(llama: Target, rule: Rule, name: str) -> None:
+    text = masked(llama, rule)
+    steps = steps_of(llama, DRAFTERS[name](text), RuleConstraint(rule), SamplingParams())
+    assert text_of(steps) == text
+    for place, token in enumerate(text):
+        assert token in rule(text[:place])
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_the_seeded_text_is_the_same_with_any_drafter(llama: Target, rule: Rule) -> None:
+    sampling = SamplingParams(1.0, top_k=30, top_p=0.95, seed=6)
+    text = text_of(steps_of(llama, NullDrafter(), RuleConstraint(rule), sampling, max_draft=0))
+    for make in DRAFTERS.values():
+        for max_draft in (1, 7):
+            assert text_of(steps_of(llama, make(text), RuleConstraint(rule), sampling, max_draft)) == text
+
+
+def test_every_family_gives_the_masked_text(target: Target) -> None:
+    text = text_of(steps_of(target, NullDrafter(), RuleConstraint(may_end), SamplingParams(), max_draft=0))
+    for make in DRAFTERS.values():
+        assert text_of(steps_of(target, make(text), RuleConstraint(may_end), SamplingParams())) == text
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_after_every_step_the_grammar_stands_behind_the_tokens_given(llama: Target, rule: Rule, name: str) -> None:
+    constraint, given = RuleConstraint(rule), list[int]()
+    request = Request(PROMPT, max_new_tokens=LENGTH, end_ids=frozenset([END]), constraint=constraint)
+    drafter = DRAFTERS[name](masked(llama, rule))
+    for step in decode(llama, TargetState(llama.new_cache()), drafter, request):
+        given += step.tokens
+        assert constraint.path == [token for token in given if token != END]
+
+
+def test_forced_tokens_are_drafted_without_the_drafter_and_on_both_sides_of_it(llama: Target) -> None:
+    steps = steps_of(llama, NullDrafter(), RuleConstraint(at_once_forced_to_the_end), SamplingParams())
+    assert [step.sources for step in steps] == [("prefill",), ("forced",) * 7 + ("bonus",), ("bonus",)]
+    text = masked(llama, free_then_forced)
+    steps = steps_of(
+        llama, ScriptedDrafter(text, start=len(PROMPT)), RuleConstraint(free_then_forced), SamplingParams()
+    )
+    assert steps[1].sources == ("scripted",) * 7 + ("bonus",)  # the script knows the forced tokens too
+    short = ScriptedDrafter(text[:3], start=len(PROMPT))
+    steps = steps_of(llama, short, RuleConstraint(free_then_forced), SamplingParams())
+    assert steps[1].sources == ("scripted",) * 2 + ("forced",) * 3 + ("bonus",)
+
+
+def test_a_drafted_end_token_that_is_accepted_ends_the_text(llama: Target) -> None:
+    text = masked(llama, ten_then_end)
+    constraint = RuleConstraint(ten_then_end)
+    steps = steps_of(llama, ScriptedDrafter(text, start=len(PROMPT)), constraint, SamplingParams())
+    assert text_of(steps) == text
+    assert (text[-1], len(text)) == (END, 11)
+    assert steps[-1].sources[-1] == "scripted"
+    assert constraint.path == text[:-1]
+
+
+@pytest.mark.parametrize("max_draft", [3, 7])
+def test_an_error_of_the_drafter_leaves_the_grammar_behind_the_text(llama: Target, max_draft: int) -> None:
+    """By then the grammar has walked along the forced tokens of the draft."""
+
+    class Failing:
+        name = "failing"
+
+        def propose(self, view: DraftView) -> Proposal:
+            assert len(view.drafted) > 0
+            raise RuntimeError("the drafter failed")
+
+    def two_forced_then_free(path: Sequence[int]) -> Collection[int]:
+        return {60 + len(path)} if len(path) < 3 else range(VOCAB - 1)
+
+    constraint = RuleConstraint(two_forced_then_free)
+    state = TargetState(llama.new_cache())
+    request = Request(PROMPT, constraint=constraint, end_ids=frozenset([END]), max_draft=max_draft)
+    steps = decode(llama, state, Failing(), request)
+    assert next(steps).tokens == (60,)
+    with pytest.raises(RuntimeError, match="the drafter failed"):
+        next(steps)
+    assert constraint.path == [60]
+    assert state.ids.tolist() == [*PROMPT, 60]
+    assert state.num_rows == len(PROMPT)
+
+
+def test_an_error_of_the_grammar_amid_a_draft_leaves_it_behind_the_text(llama: Target) -> None:
+    class Breaking(RuleConstraint):
+        is_broken = False
+
+        def bitmask(self) -> npt.NDArray[np.int32]:
+            if self.is_broken and len(self.path) > 3:
+                raise RuntimeError("the grammar is stuck")
+            return super().bitmask()
+
+    constraint = Breaking(even)
+    request = Request(PROMPT, constraint=constraint, max_new_tokens=LENGTH)
+    text = masked(llama, even)
+    steps = decode(llama, TargetState(llama.new_cache()), ScriptedDrafter(text, start=len(PROMPT)), request)
+    next(steps)
+    constraint.is_broken = True
+    with pytest.raises(RuntimeError, match="stuck"):
+        next(steps)
+    assert constraint.path == text[:1]
