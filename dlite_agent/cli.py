@@ -148,7 +148,9 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     _add_target(demo)
     demo.add_argument("--wording", type=int, default=1, help="which of the five wordings of the task (default: 1)")
     demo.add_argument("--no-kill", action="store_true", help="let one process do it all")
-    demo.add_argument("--replay", type=Path, metavar="FILE", help="replay recorded sessions (JSONL) instead")
+    demo.add_argument("--replay", type=Path, metavar="PATH", help="replay recorded sessions instead")
+    demo.add_argument("--subset", metavar="NAME", help="a list of ids in PATH/subsets.json")
+    demo.add_argument("--limit", type=int, metavar="N", help="the first N sessions only")
     demo.add_argument("--session", action="append", default=[], metavar="ID", help="which ones (default: all)")
     demo.add_argument("--max-tokens", type=int, default=None, help="upper bound of tokens per reply")
     demo.set_defaults(command=_demo)
@@ -161,6 +163,8 @@ def _demo(arguments: argparse.Namespace, settings: Settings, console: Console) -
         return replay_file(
             arguments.replay,
             ids=arguments.session,
+            subset=arguments.subset,
+            limit=arguments.limit,
             model=arguments.model,
             drafter=arguments.drafter,
             quantize=_quantize(arguments),

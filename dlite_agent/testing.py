@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -148,3 +149,40 @@ class TargetDrafter:
         request = Request([*view.ids.tolist(), *view.drafted], sampling=self.sampling, max_new_tokens=view.max_tokens)
         steps = decode(self.target, self._state, NullDrafter(), request)
         return Proposal([token for step in steps for token in step.tokens], self.name)
+
+
+TINY_CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def write_tiny_chat_model(folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
+    """Write a random-weight chat model (one token per byte, ChatML) that `ChatDLite` loads like any other.
+
+    Args:
+        folder: Where to; created if need be.
+        seed: Names the weights.
+        **overrides: Fields of the Llama configuration.
+
+    Returns:
+        The folder.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    bytes_of = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={char: index for index, char in enumerate(bytes_of)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
+    tokenizer.chat_template = TINY_CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
+    fields = {"vocab_size": len(tokenizer), "max_position_embeddings": 4096, "eos_token_id": tokenizer.eos_token_id}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **(_SHAPE | fields | overrides)))
+        _roughen(model)
+    model.save_pretrained(folder)
+    return folder

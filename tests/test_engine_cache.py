@@ -50,6 +50,15 @@ def test_rows_come_back_bit_for_bit_through_growth() -> None:
     assert torch.equal(cache.rows(255, 258), written[:, :, :, 255:258])
 
 
+def test_a_slab_grows_geometrically() -> None:
+    layer, capacities = SlabLayer(), set[int]()
+    rows = some_rows(1)[0]
+    for _ in range(2000):
+        keys, _ = layer.update(rows[:1], rows[1:])
+        capacities.add(keys.stride(1) // HEAD_DIM)
+    assert capacities == {256, 512, 1024, 2048}
+
+
 def test_a_crop_moves_no_byte_and_the_next_rows_replace_what_was_cropped() -> None:
     cache, first, second = SlabCache(LAYERS), some_rows(50), some_rows(20, seed=1)
     write(cache, first)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -71,6 +72,10 @@ def free_then_forced(path: Sequence[int]) -> Collection[int]:
     return range(VOCAB - 1) if len(path) % 6 < 3 else {4 + len(path) % 6}
 
 
+def even_or_end(path: Sequence[int]) -> Collection[int]:
+    return [*range(0, VOCAB, 2), END]
+
+
 def ten_then_end(path: Sequence[int]) -> Collection[int]:
     return range(50, 100) if len(path) < 10 else {END}
 
@@ -87,7 +92,8 @@ def at_once_forced_to_the_end(path: Sequence[int]) -> Collection[int]:
 
 
 RULES: dict[str, Rule] = {
-    rule.__name__: rule for rule in (even, free_then_forced, ten_then_end, may_end, at_once_forced_to_the_end)
+    rule.__name__: rule
+    for rule in (even, even_or_end, free_then_forced, ten_then_end, may_end, at_once_forced_to_the_end)
 }
 
 
@@ -109,6 +115,7 @@ def text_of(steps: Sequence[Step]) -> list[int]:
     return [token for step in steps for token in step.tokens]
 
 
+@cache
 def masked(target: Target, rule: Rule) -> list[int]:
     """The most likely allowed tokens, one whole pass each."""
     text: list[int] = []
@@ -217,14 +224,22 @@ def test_an_error_of_the_drafter_leaves_the_grammar_behind_the_text(llama: Targe
     assert state.num_rows == len(PROMPT)
 
 
-def test_an_error_of_the_grammar_amid_a_draft_leaves_it_behind_the_text(llama: Target) -> None:
+@pytest.mark.parametrize("breaking", ["bitmask", "advance"])
+def test_an_error_of_the_grammar_amid_a_draft_leaves_it_behind_the_text(llama: Target, breaking: str) -> None:
     class Breaking(RuleConstraint):
         is_broken = False
 
         def bitmask(self) -> npt.NDArray[np.int32]:
-            if self.is_broken and len(self.path) > 3:
-                raise RuntimeError("the grammar is stuck")
+            self.fail_in("bitmask")
             return super().bitmask()
+
+        def advance(self, token_id: int) -> None:
+            self.fail_in("advance")
+            super().advance(token_id)
+
+        def fail_in(self, method: str) -> None:
+            if self.is_broken and method == breaking and len(self.path) > 3:
+                raise RuntimeError("the grammar is stuck")
 
     constraint = Breaking(even)
     request = Request(PROMPT, constraint=constraint, max_new_tokens=LENGTH)

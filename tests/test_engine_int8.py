@@ -92,7 +92,7 @@ def test_speculative_text_is_the_plain_text(quantized: Target, sampling: Samplin
     prompt = [5, 6, 7, 8] * 5
 
     def text(drafter: Drafter) -> list[int]:
-        request = Request(prompt, sampling=sampling, max_new_tokens=30)
+        request = Request(prompt, sampling=sampling, max_new_tokens=20)
         steps = decode(quantized, TargetState(quantized.new_cache()), drafter, request)
         return [token for step in steps for token in step.tokens]
 

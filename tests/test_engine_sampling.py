@@ -13,7 +13,7 @@ from dlite_agent.engine.verify import verify
 from dlite_agent.errors import ConfigError
 
 VOCAB = 12
-DRAWS = 4000
+DRAWS = 3000
 SHAPES = (
     SamplingParams(0.7),
     SamplingParams(1.0, top_k=5),

@@ -48,6 +48,10 @@ def counting(count: int) -> Callable[[Job[int]], Iterator[int]]:
     return lambda job: iter(range(count))
 
 
+def never(job: Job[int]) -> Iterator[int]:
+    raise AssertionError("it began")
+
+
 def gated(gate: threading.Event) -> Callable[[Job[int]], Iterator[int]]:
     """Hold the engine's thread until the gate opens, so that a test can queue jobs meanwhile."""
 
@@ -108,9 +112,6 @@ def test_a_cancelled_job_stops_within_one_step_and_is_closed(scheduler: Schedule
 
 
 def test_a_job_cancelled_before_its_turn_never_begins(scheduler: Scheduler) -> None:
-    def never(job: Job[int]) -> Iterator[int]:
-        raise AssertionError("it began")
-
     gate = threading.Event()
     first, second = Caller(gated(gate)), Caller(never)
     scheduler.submit(first.job)
@@ -220,17 +221,21 @@ def test_a_scheduler_without_work_closes() -> None:
     Scheduler().close()
 
 
-def test_a_job_may_close_the_scheduler_it_runs_on() -> None:
+def test_a_job_may_close_the_scheduler_it_runs_on_and_those_queued_do_not_begin() -> None:
     scheduler = Scheduler("test-engine")
 
     def items(job: Job[int]) -> Iterator[int]:
-        yield 0
         scheduler.close()
+        yield 0
         yield 1
 
-    caller = Caller(items)
-    scheduler.submit(caller.job)
-    assert caller.wait() == [0, 1]
+    gate = threading.Event()
+    first, closing, queued = Caller(gated(gate)), Caller(items), Caller(never)
+    for caller in (first, closing, queued):
+        scheduler.submit(caller.job)
+    gate.set()
+    assert [caller.wait() for caller in (first, closing, queued)] == [[0], [0], []]
+    assert [caller.ending for caller in (first, closing, queued)] == [("done", None)] * 3
     scheduler.close()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from dlite_agent.engine.target import Target
 from dlite_agent.errors import ConfigError
 from dlite_agent.testing import ScriptedDrafter, TargetDrafter, random_dlite, tiny_target
 
-PROMPTS = ([11], list(range(3, 15)), [5, 6, 7, 8, 9] * 8)
+PROMPTS = ((11,), tuple(range(3, 15)), (5, 6, 7, 8, 9) * 8)
 LENGTH = 20
 SEEDED = (
     SamplingParams(0.7, seed=1),
@@ -46,6 +47,11 @@ def steps_of(
 
 def text_of(steps: Sequence[Step]) -> list[int]:
     return [token for step in steps for token in step.tokens]
+
+
+@lru_cache(maxsize=64)
+def plain_text(target: Target, prompt: tuple[int, ...], sampling: SamplingParams = SamplingParams()) -> list[int]:  # noqa: B008
+    return text_of(steps_of(target, prompt, NullDrafter(), sampling=sampling))
 
 
 def oracle(target: Target, prompt: Sequence[int], sampling: SamplingParams) -> list[int]:
@@ -80,13 +86,13 @@ DRAFTERS: dict[str, Callable[[Target, Sequence[int], Sequence[int]], Drafter]] =
 @pytest.mark.parametrize("sampling", [SamplingParams(), SEEDED[0]], ids=["greedy", "seeded"])
 def test_plain_decoding_gives_what_whole_passes_give(target: Target, sampling: SamplingParams) -> None:
     for prompt in PROMPTS:
-        assert text_of(steps_of(target, prompt, NullDrafter(), sampling=sampling)) == oracle(target, prompt, sampling)
+        assert plain_text(target, prompt, sampling) == oracle(target, prompt, sampling)
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_speculative_text_is_the_plain_text(target: Target, name: str) -> None:
     for prompt in PROMPTS:
-        plain = text_of(steps_of(target, prompt, NullDrafter()))
+        plain = plain_text(target, prompt)
         steps = steps_of(target, prompt, DRAFTERS[name](target, prompt, plain))
         assert text_of(steps) == plain
         if name in ("some wrong", "right"):
@@ -106,7 +112,7 @@ def test_the_text_of_a_seed_is_the_same_with_any_drafter_and_draft_length(
     llama: Target, sampling: SamplingParams, max_draft: int
 ) -> None:
     prompt = PROMPTS[1]
-    plain = text_of(steps_of(llama, prompt, NullDrafter(), sampling=sampling))
+    plain = plain_text(llama, prompt, sampling)
     assert len(set(plain)) > LENGTH // 3
     for name in ("lookup", "dlite-2", "some wrong"):
         drafter = DRAFTERS[name](llama, prompt, plain)
@@ -116,7 +122,7 @@ def test_the_text_of_a_seed_is_the_same_with_any_drafter_and_draft_length(
 
 def test_the_text_of_a_seed_is_the_same_in_every_family(target: Target) -> None:
     for sampling in SEEDED:
-        plain = text_of(steps_of(target, PROMPTS[2], NullDrafter(), sampling=sampling))
+        plain = plain_text(target, PROMPTS[2], sampling)
         drafter = DRAFTERS["some wrong"](target, PROMPTS[2], plain)
         assert text_of(steps_of(target, PROMPTS[2], drafter, sampling=sampling)) == plain
 
@@ -145,7 +151,7 @@ def test_drafts_that_are_the_targets_own_are_accepted_whole(
 
 
 def test_tau_is_accepted_plus_one_per_verification(llama: Target) -> None:
-    plain = text_of(steps_of(llama, PROMPTS[1], NullDrafter()))
+    plain = plain_text(llama, PROMPTS[1])
     # Drafted is [1, 4], [5, 8] and so on, of which places 3, 7, .. are wrong: two accepted and a bonus each time.
     script = ScriptedDrafter(wrong_at(plain, lambda i: i % 3 == 0, llama.vocab_size), start=len(PROMPTS[1]))
     _, *others = steps_of(llama, PROMPTS[1], script, max_new_tokens=19)
@@ -155,7 +161,7 @@ def test_tau_is_accepted_plus_one_per_verification(llama: Target) -> None:
 
 
 def test_an_accepted_end_token_ends_the_text_without_a_bonus(llama: Target) -> None:
-    plain = text_of(steps_of(llama, PROMPTS[1], NullDrafter()))
+    plain = plain_text(llama, PROMPTS[1])
     wanted = next(plain[: i + 1] for i in range(6, LENGTH) if plain[i] not in plain[:i])
     end = wanted[-1]
     for name, make in DRAFTERS.items():
@@ -167,7 +173,7 @@ def test_an_accepted_end_token_ends_the_text_without_a_bonus(llama: Target) -> N
 
 @pytest.mark.parametrize("max_new_tokens", [1, 2, 3, 7, 8, 9, 10])
 def test_no_more_tokens_come_than_were_asked_for(llama: Target, max_new_tokens: int) -> None:
-    plain = text_of(steps_of(llama, PROMPTS[1], NullDrafter()))
+    plain = plain_text(llama, PROMPTS[1])
     script = ScriptedDrafter(plain, start=len(PROMPTS[1]))
     assert text_of(steps_of(llama, PROMPTS[1], script, max_new_tokens=max_new_tokens)) == plain[:max_new_tokens]
 

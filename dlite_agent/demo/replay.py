@@ -75,12 +75,36 @@ class _State(TypedDict):
     reply: AIMessage
 
 
-def read_sessions(path: Path, *, ids: Sequence[str] = ()) -> Iterator[RecordedSession]:
-    """Read sessions of a JSONL file; tool lists and long prompts lie beside it, in `../tools` and `../prompts`.
+def read_sessions(path: Path, *, ids: Sequence[str] = (), subset: str | None = None) -> Iterator[RecordedSession]:
+    """Read recorded sessions.
+
+    Args:
+        path: A JSONL file whose tool lists and long prompts lie beside it in `../tools` and `../prompts`, or the folder
+            above with `agent/*.jsonl` and `subsets.json`.
+        ids: Which sessions, in the file's order; empty for all.
+        subset: A list of ids of `subsets.json`, in addition.
 
     Raises:
-        ConfigError: If the file or a record cannot be read.
+        ConfigError: If a file or a record cannot be read.
     """
+    if subset is not None:
+        ids = [*ids, *_subset_ids(path, subset)]
+    files = sorted(path.glob("agent/*.jsonl")) if path.is_dir() else [path]
+    if not files:
+        raise ConfigError(f"{path} holds no agent/*.jsonl; expected a JSONL file or a folder of recorded sessions")
+    for file in files:
+        yield from _read_file(file, ids)
+
+
+def _subset_ids(path: Path, subset: str) -> list[str]:
+    try:
+        subsets = json.loads((path / "subsets.json").read_text())
+        return list(subsets[subset])
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{path / 'subsets.json'} has no readable list {subset!r} ({error!r})") from error
+
+
+def _read_file(path: Path, ids: Sequence[str]) -> Iterator[RecordedSession]:
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:

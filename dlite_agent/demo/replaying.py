@@ -23,6 +23,8 @@ def replay_file(
     path: Path,
     *,
     ids: Sequence[str],
+    subset: str | None,
+    limit: int | None,
     model: str,
     drafter: str,
     quantize: Any,
@@ -31,7 +33,7 @@ def replay_file(
     console: Console,
 ) -> int:
     """Replay sessions of a file and print a line each; returns 1 if an append-only call prefilled what it had."""
-    sessions = list(read_sessions(path, ids=ids))
+    sessions = list(read_sessions(path, ids=ids, subset=subset))[:limit]
     if not sessions:
         raise ConfigError(f"{path} holds none of the sessions asked for")
     client = connect(settings, keep=True)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -138,7 +139,8 @@ class Target:
         config = getattr(config, "text_config", config)
         _refuse_inexact(config)
         try:
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, config=config, use_safetensors=True)
+            with _no_progress_bars():
+                model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, config=config, use_safetensors=True)
         except Exception as error:  # transformers and safetensors raise many types here, bare Exception among them
             raise CorruptModelError(f"{folder} cannot be loaded ({error}); remove it and pull it again") from error
         fingerprint = fingerprint_of(folder, config, dtype=dtype, quantize=quantize, digests_dir=cache_dir)
@@ -201,6 +203,20 @@ class Target:
         module = decoder.norm if layer == self.num_layers - 1 else layers[layer]
         assert isinstance(module, nn.Module)
         return module
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """Keep transformers quiet: whoever loads a target shows progress in its own way."""
+    from transformers.utils import logging
+
+    was_shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_shown:
+            logging.enable_progress_bar()
 
 
 def _refuse_inexact(config: Any) -> None:

@@ -1,0 +1,305 @@
+"""ChatDLite on a random-weight model: what LangChain and LangGraph see."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, TypedDict
+
+import pytest
+from langchain_core.exceptions import ContextOverflowError
+from langchain_core.messages import AIMessage, AIMessageChunk, AnyMessage, HumanMessage, SystemMessage, ToolMessage
+from langchain_core.runnables import RunnableConfig
+from langgraph.graph import END, START, StateGraph
+from langgraph.graph.message import add_messages
+
+from dlite_agent import ChatDLite, Settings
+from dlite_agent.errors import ConfigError, UnsupportedContentError
+from dlite_agent.runtime import close_all
+from dlite_agent.sessions.embedded import EmbeddedServer
+from dlite_agent.sessions.saver import RedisSaver
+from dlite_agent.sessions.store import SessionStore
+from dlite_agent.testing import write_tiny_chat_model
+
+
+def get_weather(city: str, days: int = 1) -> str:
+    """Tell the weather."""
+    return f"{city}: {days} days of sun"
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
+    return Settings(home=tmp_path_factory.mktemp("home"), redis_url=None, threads=1, offline=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    yield str(write_tiny_chat_model(tmp_path_factory.mktemp("model")))
+    close_all()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]:
+    with EmbeddedServer.start(tmp_path_factory.mktemp("server")) as running:
+        yield running
+
+
+@pytest.fixture
+def model(folder: str, settings: Settings) -> ChatDLite:
+    return ChatDLite(model=folder, settings=settings, max_tokens=24)
+
+
+def thread(name: str) -> RunnableConfig:
+    return {"configurable": {"thread_id": name}}
+
+
+def stats(message: Any) -> dict[str, Any]:
+    found: dict[str, Any] = message.response_metadata["dlite"]["stats"]
+    return found
+
+
+def test_invoke_stream_and_their_async_twins_say_the_same(model: ChatDLite) -> None:
+    expected = model.invoke("hello").content
+    assert "".join(str(chunk.content) for chunk in model.stream("hello")) == expected
+
+    async def both() -> tuple[Any, str]:
+        whole = (await model.ainvoke("hello")).content
+        return whole, "".join([str(chunk.content) async for chunk in model.astream("hello")])
+
+    assert asyncio.run(both()) == (expected, expected)
+
+
+def test_usage_and_statistics_come_once_on_the_last_chunk(model: ChatDLite) -> None:
+    chunks = list(model.stream("hello", session_id="usage"))
+    assert [chunk.usage_metadata is not None for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+    assert chunks[-1].chunk_position == "last"
+    total = sum(chunks[1:], start=chunks[0])
+    assert isinstance(total, AIMessageChunk)
+    assert total.usage_metadata is not None
+    assert total.usage_metadata["output_tokens"] == 24
+    assert total.response_metadata["finish_reason"] == "length"
+    assert total.response_metadata["model_provider"] == "dlite"
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_cache_read_counts_what_was_not_computed_again(model: ChatDLite) -> None:
+    first = model.invoke("hello", session_id="cache")
+    again = model.invoke([HumanMessage("hello"), first, HumanMessage("and?")], session_id="cache")
+    assert again.usage_metadata is not None
+    details = again.usage_metadata.get("input_token_details", {})
+    assert details.get("cache_read") == again.usage_metadata["input_tokens"] - stats(again)["prefilled"] > 0
+    assert stats(again)["reused_ram"] == details.get("cache_read")
+
+
+@pytest.mark.parametrize("settings_of_drafting", [{"drafter": "lookup"}, {"drafter": "null"}, {"max_draft": 2}])
+def test_the_drafter_changes_no_token(folder: str, settings: Settings, settings_of_drafting: dict[str, Any]) -> None:
+    common = {"model": folder, "settings": settings, "max_tokens": 60, "temperature": 0.8, "top_p": 0.9, "seed": 5}
+    expected = ChatDLite(**common).invoke("tell me").content
+    assert ChatDLite(**common, **settings_of_drafting).invoke("tell me").content == expected
+    assert ChatDLite(**{**common, "seed": 6}).invoke("tell me").content != expected
+
+
+@pytest.mark.parametrize(
+    "choice", ["any", "get_weather", True, {"type": "function", "function": {"name": "get_weather"}}]
+)
+def test_a_forced_call_always_fits_its_schema(model: ChatDLite, choice: Any) -> None:
+    bound = model.bind_tools([get_weather], tool_choice=choice, max_tokens=400)
+    message = bound.invoke("what now?")
+    record = message.response_metadata
+    if record["finish_reason"] == "length":  # random weights may never close a string: then it says so
+        assert not message.tool_calls
+        assert message.invalid_tool_calls
+        return
+    assert record["finish_reason"] == "tool_calls"
+    assert all(call["name"] == "get_weather" and set(call["args"]) <= {"city", "days"} for call in message.tool_calls)
+    assert message.tool_calls
+
+
+def test_a_call_that_was_cut_is_invalid_the_same_way_for_invoke_and_stream(model: ChatDLite) -> None:
+    bound = model.bind_tools([get_weather], tool_choice="any", max_tokens=40)
+    message = bound.invoke("what now?")
+    total = None
+    for chunk in bound.stream("what now?"):
+        total = chunk if total is None else total + chunk
+    assert isinstance(total, AIMessageChunk)
+    for reply in (message, total):
+        assert reply.tool_calls == []
+        assert len(reply.invalid_tool_calls) == 1
+        assert reply.response_metadata["finish_reason"] == "length"
+    assert message.invalid_tool_calls[0]["args"] == total.invalid_tool_calls[0]["args"]
+    assert message.invalid_tool_calls[0]["name"] == "get_weather"
+
+
+def test_no_tool_choice_means_no_call(model: ChatDLite) -> None:
+    message = model.bind_tools([get_weather], tool_choice="none").invoke("what now?")
+    assert message.tool_calls == []
+    assert message.invalid_tool_calls == []
+    assert str(message.content)[:1] not in ("{", "[", "<", "`")
+
+
+def test_an_unknown_tool_choice_is_refused_when_it_is_bound(model: ChatDLite) -> None:
+    with pytest.raises(ConfigError, match="nosuch"):
+        model.bind_tools([get_weather], tool_choice="nosuch")
+
+
+def test_stop_strings_end_the_text_before_them(model: ChatDLite) -> None:
+    whole = str(model.invoke("hello").content)
+    stop = whole[5:8]
+    message = model.invoke("hello", stop=[stop])
+    assert message.content == whole[: whole.index(stop)]
+    assert message.response_metadata["finish_reason"] == "stop"
+
+
+def test_a_prompt_that_is_too_long_says_so_before_any_token(model: ChatDLite) -> None:
+    with pytest.raises(ContextOverflowError, match="4096"):
+        model.invoke("x" * 5000)
+    assert model.invoke("hello").content  # and the engine goes on
+
+
+def test_an_image_is_refused_before_any_token(model: ChatDLite) -> None:
+    picture = HumanMessage([{"type": "image", "url": "file:///a.png"}])
+    with pytest.raises(UnsupportedContentError, match="image"):
+        model.invoke([picture])
+
+
+def test_content_in_blocks_reads_like_plain_text(model: ChatDLite) -> None:
+    plain = model.invoke([SystemMessage("be brief"), HumanMessage("hello")])
+    blocks = model.invoke([SystemMessage([{"type": "text", "text": "be brief"}]), HumanMessage(["hel", "lo"])])
+    assert plain.content == blocks.content
+
+
+def test_eight_calls_at_once_say_what_each_says_alone(model: ChatDLite) -> None:
+    questions = [f"question {number}" for number in range(8)]
+    expected = [model.invoke(question).content for question in questions]
+    got: dict[int, Any] = {}
+
+    def ask(number: int) -> None:
+        got[number] = model.invoke(questions[number], session_id=f"s{number}").content
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
+    for running in threads:
+        running.start()
+
+    async def rest() -> list[Any]:
+        return await asyncio.gather(*(model.ainvoke(question) for question in questions[4:]))
+
+    got |= dict(enumerate((message.content for message in asyncio.run(rest())), start=4))
+    for running in threads:
+        running.join()
+    assert [got[number] for number in range(8)] == expected
+
+
+def test_closing_a_stream_stops_decoding_and_frees_the_session(folder: str, settings: Settings) -> None:
+    model = ChatDLite(model=folder, settings=settings, max_tokens=3000, drafter="null")
+    stream = model.stream("hello", session_id="closed")
+    next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    reply = model.invoke("hello", session_id="closed", max_tokens=10)
+    assert stats(reply)["generated"] == 10
+
+
+def test_cancelling_a_task_stops_decoding(folder: str, settings: Settings) -> None:
+    model = ChatDLite(model=folder, settings=settings, max_tokens=3000, drafter="null")
+
+    async def cancelled() -> None:
+        task = asyncio.create_task(model.ainvoke("hello"))
+        await asyncio.sleep(0.2)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancelled())
+    assert stats(model.invoke("hello", max_tokens=5))["generated"] == 5
+
+
+class State(TypedDict):
+    messages: Annotated[list[AnyMessage], add_messages]
+
+
+def graph(model: ChatDLite, checkpointer: Any) -> Any:
+    builder = StateGraph(State)
+    builder.add_node("model", lambda state: {"messages": [model.invoke(state["messages"])]})
+    builder.add_edge(START, "model")
+    builder.add_edge("model", END)
+    return builder.compile(checkpointer=checkpointer)
+
+
+def test_a_thread_goes_on_in_a_process_that_never_saw_it(
+    folder: str, settings: Settings, server: EmbeddedServer
+) -> None:
+    client = server.client()
+    config = thread("42")
+    uninterrupted = graph(ChatDLite(model=folder, settings=settings, max_tokens=24), RedisSaver(client, tenant="a"))
+    for text in ("one", "two"):
+        expected = uninterrupted.invoke({"messages": [HumanMessage(text)]}, config)["messages"]
+
+    def process() -> Any:
+        store = SessionStore(client, tenant="b")  # a store of its own: nothing is shared in memory
+        model = ChatDLite(model=folder, settings=settings, max_tokens=24, session_store=store)
+        return graph(model, RedisSaver(client, tenant="b"))
+
+    process().invoke({"messages": [HumanMessage("one")]}, config)
+    messages = process().invoke({"messages": [HumanMessage("two")]}, config)["messages"]
+    assert [message.content for message in messages] == [message.content for message in expected]
+    assert stats(messages[-1])["reused_ram"] == 0
+    reused = stats(messages[-1])["reused_store"]
+    first = messages[1].usage_metadata
+    assert reused == first["input_tokens"] + first["output_tokens"] - 1
+
+
+def test_a_fork_finds_its_own_snapshot(folder: str, settings: Settings, server: EmbeddedServer) -> None:
+    client = server.client()
+
+    def app() -> Any:
+        store = SessionStore(client, tenant="fork")
+        model = ChatDLite(model=folder, settings=settings, max_tokens=24, session_store=store)
+        return graph(model, RedisSaver(client, tenant="fork"))
+
+    config = thread("fork")
+    app().invoke({"messages": [HumanMessage("one")]}, config)
+    app().invoke({"messages": [HumanMessage("two")]}, config)
+    past = next(snapshot for snapshot in app().get_state_history(config) if len(snapshot.values["messages"]) == 2)
+    messages = app().invoke({"messages": [HumanMessage("other")]}, past.config)["messages"]
+    assert [message.content for message in messages[:3:2]] == ["one", "other"]
+    first = messages[1].usage_metadata
+    assert stats(messages[-1])["reused_store"] == first["input_tokens"] + first["output_tokens"] - 1
+
+
+def test_what_was_generated_stays_verbatim_in_the_prompt_until_it_is_edited(model: ChatDLite) -> None:
+    call = AIMessage("", tool_calls=[{"name": "get_weather", "args": {"city": "Rome"}, "id": "1"}])
+    result = ToolMessage("sun", tool_call_id="1", name="get_weather")
+    first = model.invoke("hello", session_id="verbatim")
+    edited = first.model_copy(update={"content": "something else"})
+    kept = model.runtime.render([HumanMessage("hello"), first, call, result], [])
+    changed = model.runtime.render([HumanMessage("hello"), edited, call, result], [])
+    assert first.response_metadata["dlite"]["raw"] in kept
+    assert "something else" in changed
+
+
+def test_parameters_name_what_decides_the_text_and_not_the_drafter(model: ChatDLite) -> None:
+    assert "drafter" not in json.dumps(model._identifying_params)
+    assert model._identifying_params["seed"] == 0
+    assert model._get_ls_params()["ls_provider"] == "dlite"
+
+
+def test_importing_the_package_loads_nothing_heavy() -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, dlite_agent, dlite_agent.cli\n"
+        "heavy = {'torch', 'transformers', 'langchain', 'langgraph', 'llguidance'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent)
+
+
+def test_the_public_names_are_these() -> None:
+    import dlite_agent
+
+    names = ["ChatDLite", "DLiteError", "RedisSaver", "SessionStore", "Settings", "__version__", "create_dlite_agent"]
+    assert dlite_agent.__all__ == names
+    assert all(getattr(dlite_agent, name) for name in names)
