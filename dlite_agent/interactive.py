@@ -11,7 +11,7 @@ from rich.markup import escape
 
 from dlite_agent.agent import create_dlite_agent
 from dlite_agent.agent.events import PlanEvent, run_turn
-from dlite_agent.agent.terminal import show_event
+from dlite_agent.agent.terminal import ActivityBar, show_event
 from dlite_agent.chat_model import ChatDLite
 from dlite_agent.config import Settings
 from dlite_agent.errors import DLiteError
@@ -40,6 +40,7 @@ def converse(options: Options, *, settings: Settings, console: Console) -> None:
         DLiteError: If the model, the server or the workspace cannot be used.
     """
     client = connect(settings, keep=True)
+    bar = ActivityBar(console)
     model = ChatDLite(
         model=options.model,
         drafter=options.drafter,
@@ -47,8 +48,12 @@ def converse(options: Options, *, settings: Settings, console: Console) -> None:
         max_tokens=options.max_tokens,
         session_store=SessionStore(client),
         settings=settings,
+        on_prefill=bar.show_prefill,
     )
-    model.warm_up()
+    with bar:
+        bar.show(f"loading {options.model}")
+        model.warm_up()
+        bar.hide()
     graph = create_dlite_agent(model, default_tools(options.workspace), checkpointer=RedisSaver(client))
     config: dict[str, Any] = {"configurable": {"thread_id": options.thread_id}, "recursion_limit": 100}
     _greet(graph.get_state(config).values, options, console)
@@ -59,7 +64,9 @@ def converse(options: Options, *, settings: Settings, console: Console) -> None:
             console.print(f"\nresume with: dlite-agent run --thread {escape(options.thread_id)}")
             return
         if text:
-            _turn(graph, text, config, console)
+            with bar:
+                _turn(graph, text, config, console)
+                bar.hide()
 
 
 def _greet(state: dict[str, Any], options: Options, console: Console) -> None:

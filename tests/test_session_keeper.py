@@ -101,7 +101,9 @@ def test_a_damaged_block_is_a_lost_block(llama: Target, store: SessionStore) -> 
     first, *_ = turn(keeper(llama, store), PROMPT)
     for key in store.client.scan_iter(match=store.keys.everything()):
         if b":b:" in key:
-            record = bytearray(store.client.get(key) or b"")
+            stored = store.client.get(key)
+            assert isinstance(stored, bytes)
+            record = bytearray(stored)
             record[-1] ^= 1
             store.client.set(key, bytes(record))
     longer = [*PROMPT, *first, 5]

@@ -3,14 +3,54 @@
 from __future__ import annotations
 
 import json
+from types import TracebackType
 
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from dlite_agent.agent.events import AgentEvent, CallEvent, PlanEvent, ResultEvent, TextEvent, ToolEvent
 
 _MARKS = {"pending": "[ ]", "in_progress": "[~]", "completed": "[x]"}
 _SHOWN_CHARACTERS = 400
+_LONG_PREFILL = 64
+
+
+class ActivityBar:
+    """One transient line for what takes a while: loading weights, a long prefill. May be told from any thread."""
+
+    def __init__(self, console: Console) -> None:
+        columns = (TextColumn("  {task.description}"), BarColumn(), TimeElapsedColumn())
+        self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> ActivityBar:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def show(self, description: str, done: int = 0, total: int | None = None) -> None:
+        """Show the line, or bring it up to date."""
+        if self._task is None:
+            self._task = self._progress.add_task(description, total=total)
+        self._progress.update(self._task, description=description, completed=done, total=total)
+
+    def show_prefill(self, done: int, total: int) -> None:
+        """Show how far a prefill is, if it is long enough to wait for."""
+        if total >= _LONG_PREFILL and done < total:
+            self.show(f"prefill of {total} tokens", done, total)
+        else:
+            self.hide()
+
+    def hide(self) -> None:
+        """Take the line away."""
+        if self._task is not None:
+            self._progress.remove_task(self._task)
+            self._task = None
 
 
 def show_event(event: AgentEvent, console: Console) -> None:

@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from dlite_agent.agent.events import CallEvent, from_json
-from dlite_agent.agent.terminal import show_event
+from dlite_agent.agent.terminal import ActivityBar, show_event
 from dlite_agent.config import Settings
 from dlite_agent.demo.task import DemoTask
 from dlite_agent.errors import DLiteError, SessionError
@@ -30,7 +30,7 @@ from dlite_agent.sessions.embedded import connect
 from dlite_agent.sessions.keys import KINDS, Keys
 from dlite_agent.sessions.store import KindUsage, SessionStore
 
-_LONG_PREFILL = 64
+_SOURCES = ("forced", "lookup", "dlite")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,23 +127,36 @@ def _follow(job: dict[str, Any], *, process: int, record: _Record, console: Cons
     view = _View(console, process, record)
     job = {**job, "linger": is_killed}
     command = [sys.executable, "-m", "dlite_agent.demo.worker", json.dumps(job)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as worker, view.shown():
-        assert worker.stdout is not None
-        assert worker.stderr is not None
-        for line in worker.stdout:
-            event = json.loads(line)
-            view.show(event)
-            if is_killed and event["event"] == "turn_done" and event["number"] == last:
-                worker.send_signal(signal.SIGKILL)
-                console.print(f"\n[bold red]SIGKILL[/] to process {worker.pid} after turn {last}")
-                break
-        worker.stdout.close()
-        errors = worker.stderr.read()
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as worker,
+        view.shown(),
+    ):
+        try:
+            _watch(worker, view, kill_after=last if is_killed else None)
+        finally:
+            worker.kill()  # if it has not ended by itself
         code = worker.wait()
+        errors.seek(0)
+        said = errors.read().strip().splitlines()[-1:]
     if view.error:
         raise DLiteError(view.error)
     if code != (-signal.SIGKILL if is_killed else 0):
-        raise DLiteError(f"the agent's process ended with code {code}: {errors.strip().splitlines()[-1:]}")
+        raise DLiteError(f"the agent's process ended with code {code}: {said}")
+    if is_killed:
+        console.print(f"\n[bold red]SIGKILL[/] to process {worker.pid} after turn {last}")
+
+
+def _watch(worker: subprocess.Popen[str], view: _View, *, kill_after: int | None) -> None:
+    """Show a worker's events until it ends, or kill it between two turns."""
+    assert worker.stdout is not None
+    for line in worker.stdout:
+        fields = json.loads(line)
+        view.show(fields)
+        if fields["event"] == "turn_done" and fields["number"] == kill_after:
+            worker.send_signal(signal.SIGKILL)
+            return
+    worker.wait()
 
 
 class _View:
@@ -155,26 +168,23 @@ class _View:
         self._record = record
         self._turn = 0
         self.error = ""
-        self._progress = Progress(
-            TextColumn("  {task.description}"), BarColumn(), TimeElapsedColumn(), console=console, transient=True
-        )
-        self._task: Any = None
+        self._bar = ActivityBar(console)
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Show the progress line while inside."""
-        with self._progress:
+        """Show the activity line while inside."""
+        with self._bar:
             yield
 
     def show(self, fields: dict[str, Any]) -> None:
         """Show one event of the worker."""
         kind = fields["event"]
         if kind == "prefill":
-            self._show_prefill(fields["done"], fields["total"])
+            self._bar.show_prefill(fields["done"], fields["total"])
             return
-        self._no_bar()
+        self._bar.hide()
         if kind == "loading":
-            self._bar(f"loading {fields['model']}", None, None)
+            self._bar.show(f"loading {fields['model']}")
         elif kind == "turn":
             self._turn = fields["number"]
             self._console.print(f"\n[bold cyan]{self._turn}. you:[/] {escape(fields['text'])}")
@@ -187,42 +197,20 @@ class _View:
                 self._record.calls.append((self._process, self._turn, event))
             show_event(event, self._console)
 
-    def _show_prefill(self, done: int, total: int) -> None:
-        if total >= _LONG_PREFILL and done < total:
-            self._bar(f"prefill of {total} tokens", done, total)
-        else:
-            self._no_bar()
-
-    def _bar(self, description: str, done: int | None, total: int | None) -> None:
-        if self._task is None:
-            self._task = self._progress.add_task(description, total=total)
-        self._progress.update(self._task, description=description, completed=done or 0, total=total)
-
-    def _no_bar(self) -> None:
-        if self._task is not None:
-            self._progress.remove_task(self._task)
-            self._task = None
-
 
 def _table(calls: Sequence[tuple[int, int, CallEvent]]) -> Table:
-    """Build the table of all model calls."""
-    table = Table(title="model calls", title_justify="left")
-    for name in ("process", "turn", "prompt", "RAM", "Redis", "prefilled", "generated", "tau"):
-        table.add_column(name, justify="right")
-    for name in ("forced", "drafted", "bonus", "tokens/s", "stored KB"):
+    """Build the table of all model calls; accepted tokens per pass by source, which with the bonus make up tau."""
+    table = Table(box=SIMPLE, padding=(0, 1, 0, 0), title="model calls", title_justify="left")
+    for name in ("proc", "turn", "prompt", "RAM", "Redis", "prefill", "gen", "tau", *_SOURCES, "tok/s", "KB"):
         table.add_column(name, justify="right")
     for process, turn, call in calls:
-        stats, accepted = call.stats, call.stats["accepted"]
+        stats = call.stats
         passes = max(1, stats["passes"])
-        forced = accepted.get("forced", 0)
-        drafted = sum(accepted.values()) - forced
         counts = (stats["reused_ram"], stats["reused_store"], stats["prefilled"], call.output_tokens)
         table.add_row(
             *map(str, (process, turn, call.input_tokens, *counts)),
             f"{call.tau:.2f}",
-            f"{forced / passes:.2f}",
-            " ".join(f"{name} {n / passes:.2f}" for name, n in accepted.items() if name != "forced") or f"{drafted}",
-            f"{(call.output_tokens - 1 - sum(accepted.values())) / passes:.2f}",
+            *(f"{stats['accepted'].get(source, 0) / passes:.2f}" for source in _SOURCES),
             f"{call.tokens_per_second:.1f}",
             f"{stats['stored_bytes'] / 1024:.0f}",
         )
