@@ -1,7 +1,9 @@
 """Int8 weights and activations with exact integer accumulation.
 
-Weights are quantized per output channel, activations per row, symmetrically. Products are summed as int32, so a row's
-result does not depend on how many rows are multiplied with it. What lies between the products is kept row by row too
+Weights are quantized per output channel, symmetrically. Activations have outliers that one int8 scale per row would pay
+for with all other elements, so a row becomes two int8 rows: its rounding, and the rounding of what that left over (about
+14 bits together). For the few rows of a verify pass the second costs next to nothing. Products are summed as int32, so a
+row's result does not depend on how many rows are multiplied with it. What lies between the products is kept row by row too
 (`attention.rowwise_attention`, `RowwiseActivation`): the last bit of a float can move a whole integer step, and so a
 verify pass has to give the very bits of a plain one. The quantized model is a target of its own (its own fingerprint);
 speculation is lossless with respect to it.
@@ -36,9 +38,12 @@ class Int8Linear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Apply to `x [..., in]`."""
-        rows, row_scale = quantize_rows(x.reshape(-1, self.in_features).float())
-        sums: torch.Tensor = torch.ops.aten._int_mm(rows, self.weight.t())
-        y = sums.float().mul_(row_scale).mul_(self.scale)
+        wide = x.reshape(-1, self.in_features).float()
+        rows, row_scale = quantize_rows(wide)
+        left, left_scale = quantize_rows(wide - rows * row_scale)
+        sums: torch.Tensor = torch.ops.aten._int_mm(torch.cat([rows, left]), self.weight.t())
+        coarse, fine = sums.float().chunk(2)
+        y = (coarse * row_scale + fine * left_scale) * self.scale
         if self.bias is not None:
             y = y + self.bias
         return y.to(self.out_dtype).view(*x.shape[:-1], self.out_features)
