@@ -55,7 +55,7 @@ def test_a_quantized_linear_is_the_integer_reference(in_features: int, out_featu
         expected = expected + linear.bias.numpy()
     got = Int8Linear(linear)(x)
     assert torch.equal(got, torch.from_numpy(expected))
-    assert (got - linear(x)).norm() < 0.01 * linear(x).norm()
+    assert (got - linear(x)).norm() < 0.02 * linear(x).norm()
 
 
 def test_an_outlier_in_a_row_does_not_drown_its_other_elements() -> None:
