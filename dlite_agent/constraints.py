@@ -15,11 +15,11 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from threading import Lock
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import numpy as np
-from numpy.typing import NDArray
 
+from dlite_agent.engine.constraint import Bitmask, TokenConstraint
 from dlite_agent.errors import GrammarError, MissingDependencyError, UnsupportedSchemaError
 from dlite_agent.prompting.dialects import DIALECTS, HERMES, Dialect
 from dlite_agent.prompting.encoding import TokenBytes, backend_tokenizer
@@ -27,50 +27,10 @@ from dlite_agent.prompting.grammars import CallGrammars, json_rule, schema_text
 from dlite_agent.prompting.heads import Head, HeadState, scan_head
 from dlite_agent.prompting.schemas import subschemas, tool_parameters
 
-Bitmask = NDArray[np.int32]
-"""One bit per token of the logits' vocabulary, [ceil(vocab_size / 32)], bit `i % 32` of word `i // 32`."""
-
 _MAX_HEAD = 512
 """A bare call that has not named its tool after so many bytes is none."""
 
 _MAX_COMPILED = 64
-
-
-class TokenConstraint(Protocol):
-    """What may follow in a reply; the engine's view of a grammar."""
-
-    @property
-    def finished(self) -> bool:
-        """Whether nothing but an end token may follow."""
-        ...
-
-    def bitmask(self) -> Bitmask | None:
-        """The tokens that may follow now, or None if any may. The array is not to be written to."""
-        ...
-
-    def allows(self, token_id: int) -> bool:
-        """Whether the token may follow now."""
-        ...
-
-    def advance(self, token_id: int) -> None:
-        """Commit one token.
-
-        Raises:
-            GrammarError: The token may not follow; nothing has changed.
-        """
-        ...
-
-    def rollback(self, num_tokens: int) -> None:
-        """Undo the last advances.
-
-        Raises:
-            GrammarError: There were not so many.
-        """
-        ...
-
-    def forced(self, limit: int) -> list[int]:
-        """The tokens that must follow now, one after the other, at most `limit`; never an end token."""
-        ...
 
 
 class GrammarFactory:

@@ -27,7 +27,8 @@ from dlite_agent.prompting.stops import StopFilter
 from dlite_agent.sessions.keys import session_id
 
 if TYPE_CHECKING:
-    from dlite_agent.engine.decode import Step, TokenConstraint
+    from dlite_agent.engine.constraint import TokenConstraint
+    from dlite_agent.engine.decode import Step
     from dlite_agent.engine.scheduler import Job
     from dlite_agent.runtime import Runtime
     from dlite_agent.session_keeper import Committed, LiveSession, Reuse

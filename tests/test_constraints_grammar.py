@@ -15,7 +15,8 @@ import pytest
 from jsonschema import Draft202012Validator
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from dlite_agent.constraints import GrammarFactory, TokenConstraint
+from dlite_agent.constraints import GrammarFactory
+from dlite_agent.engine.constraint import TokenConstraint
 from dlite_agent.errors import GrammarError, MissingDependencyError, UnsupportedSchemaError
 from dlite_agent.prompting.dialects import HERMES
 from dlite_agent.prompting.encoding import PromptEncoder

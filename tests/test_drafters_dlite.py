@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from dlite_agent.drafters import checkpoint, golden
 from dlite_agent.drafters.dlite import DLiteConfig, DLiteDrafter, DLiteModel
+from dlite_agent.drafters.pivot import pivot_layer_ids
 from dlite_agent.drafters.protocol import DraftView
-from dlite_agent.engine.target import Target, pivot_layer_ids
+from dlite_agent.engine.target import Target
 from dlite_agent.errors import ConfigError, DrafterFormatError
 from dlite_agent.testing import random_dlite, tiny_target
 

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from dlite_agent.drafters.dlite import DLiteConfig, DLiteModel
-from dlite_agent.engine.target import pivot_layer_ids
+from dlite_agent.drafters.pivot import pivot_layer_ids
 from dlite_agent.errors import ConfigError, DrafterFormatError, DrafterMismatchError
 
 VERSION = "dlite_v1"

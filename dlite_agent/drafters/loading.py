@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dlite_agent.drafters import checkpoint
 from dlite_agent.drafters.dlite import DLiteDrafter
@@ -10,8 +11,10 @@ from dlite_agent.drafters.hybrid import HybridDrafter
 from dlite_agent.drafters.lookup import LookupDrafter
 from dlite_agent.drafters.null import NullDrafter
 from dlite_agent.drafters.protocol import Drafter
-from dlite_agent.engine.target import Target
 from dlite_agent.errors import DrafterError
+
+if TYPE_CHECKING:
+    from dlite_agent.engine.target import Target
 
 NAMES = ("auto", "null", "lookup")
 """`auto` is the best drafter there is for a target: lookup, until one is trained for it."""

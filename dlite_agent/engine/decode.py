@@ -14,14 +14,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from dlite_agent.drafters.protocol import Drafter, DraftView, Proposal
 from dlite_agent.engine.attention import ROWWISE_MAX_ROWS
+from dlite_agent.engine.constraint import Bitmask, TokenConstraint
 from dlite_agent.engine.sampling import SamplingParams, draw
 from dlite_agent.engine.state import Ids, TargetState, common_prefix
 from dlite_agent.engine.target import Target
@@ -31,35 +30,6 @@ from dlite_agent.errors import ConfigError, ContextLengthError
 PREFILL_CHUNK = 512
 MAX_DRAFT = ROWWISE_MAX_ROWS - 1
 _RESERVED_TOKENS = 1024
-
-
-class TokenConstraint(Protocol):
-    """A grammar that says which tokens may come next; it can be rolled back along a rejected draft."""
-
-    @property
-    def finished(self) -> bool:
-        """True if nothing but an end token may follow."""
-        ...
-
-    def bitmask(self) -> npt.NDArray[np.int32] | None:
-        """Return the allowed tokens as bits, or None where all are."""
-        ...
-
-    def allows(self, token_id: int) -> bool:
-        """Return whether a token may come next."""
-        ...
-
-    def advance(self, token_id: int) -> None:
-        """Take one token."""
-        ...
-
-    def rollback(self, num_tokens: int) -> None:
-        """Undo the last tokens taken."""
-        ...
-
-    def forced(self, limit: int) -> list[int]:
-        """Return the tokens that must follow, at most `limit`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +90,7 @@ class Step:
 class _Draft:
     tokens: list[int]
     sources: list[str]
-    bitmasks: list[npt.NDArray[np.int32] | None]  # bitmasks[k] holds after k drafted tokens
+    bitmasks: list[Bitmask | None]  # bitmasks[k] holds after k drafted tokens
 
 
 def decode(target: Target, state: TargetState, drafter: Drafter, request: Request) -> Iterator[Step]:

@@ -1,12 +1,12 @@
-"""Int8 weights and activations with exact integer accumulation.
+"""Int8 weights, activations in two int8 parts, and exact integer accumulation.
 
-Weights are quantized per output channel, symmetrically. Activations have outliers that one int8 scale per row would pay
-for with all other elements, so a row becomes two int8 rows: its rounding, and the rounding of what that left over (about
-14 bits together). For the few rows of a verify pass the second costs next to nothing. Products are summed as int32, so a
-row's result does not depend on how many rows are multiplied with it. What lies between the products is kept row by row too
-(`attention.rowwise_attention`, `RowwiseActivation`): the last bit of a float can move a whole integer step, and so a
-verify pass has to give the very bits of a plain one. The quantized model is a target of its own (its own fingerprint);
-speculation is lossless with respect to it.
+Weights are quantized per output channel, symmetrically. Activations have outliers that one int8 scale per row would
+pay for with all other elements, so a row becomes two int8 rows: its rounding, and the rounding of what that left over
+(about 14 bits together). For the few rows of a verify pass the second costs next to nothing. Products are summed as
+int32, so a row's result does not depend on how many rows are multiplied with it. What lies between the products is
+kept row by row too (`attention.rowwise_attention`, `RowwiseActivation`): the last bit of a float can move a whole
+integer step, and so a verify pass has to give the very bits of a plain one. The quantized model is a target of its own
+(its own fingerprint); speculation is lossless with respect to it.
 """
 
 from __future__ import annotations

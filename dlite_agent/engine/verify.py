@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
+from dlite_agent.engine.constraint import Bitmask
 from dlite_agent.engine.sampling import SamplingParams, draw
-
-Bitmask = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
