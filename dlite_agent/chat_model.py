@@ -64,12 +64,12 @@ class ChatDLite(BaseChatModel):
     model: str
     drafter: str = "auto"
     quantize: Literal["auto", "int8"] | None = "auto"
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
+    temperature: float = Field(default=0.0, ge=0)
+    top_k: int = Field(default=0, ge=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
     seed: int = 0
-    max_tokens: int = 1024
-    max_draft: int = 7
+    max_tokens: int = Field(default=1024, ge=1)
+    max_draft: int = Field(default=7, ge=0, le=31)
     session_store: Any = Field(default=None, exclude=True)
     settings: Settings = Field(default_factory=Settings, exclude=True)
     on_prefill: Callable[[int, int], None] | None = Field(default=None, exclude=True)

@@ -21,13 +21,11 @@ class ModelProfile:
         result_hint: Fixed line to end every tool result with, for models that otherwise repeat a call whose
             result they have; None for models that need none.
         error_hint: The same for a result that is an error; None takes `result_hint`.
-        max_context: Context length to offer, in tokens; None takes the one in the model's config.
         quantize: "int8" for a model whose float32 weights make a CPU too slow for an agent; None for float32.
     """
 
     result_hint: str | None = None
     error_hint: str | None = None
-    max_context: int | None = None
     quantize: Literal["int8"] | None = None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,7 +12,7 @@ from langchain_core.messages import BaseMessage
 
 from dlite_agent.config import Settings
 from dlite_agent.constraints import GrammarFactory
-from dlite_agent.drafters.loading import load_drafter
+from dlite_agent.drafters.loading import NAMES, load_drafter
 from dlite_agent.drafters.protocol import Drafter
 from dlite_agent.engine.scheduler import Scheduler
 from dlite_agent.engine.target import Quantization, Target
@@ -49,7 +49,7 @@ class Runtime:
         return self.template.render(converted, tools)
 
 
-_loaded: dict[tuple[str, str, str | None, int], Runtime] = {}
+_loaded: dict[tuple[tuple[str, str | None, Settings], str, int], Runtime] = {}
 _loading = threading.Lock()
 
 
@@ -67,13 +67,18 @@ def shared_runtime(
         DLiteError: If the model or the drafter cannot be found or used; nothing is kept then.
     """
     chosen = profile_for(model).quantize if quantize == "auto" else quantize
-    key = (model, drafter, chosen, id(store))
+    weights = (model, chosen, settings)
+    key = (weights, drafter, id(store))  # a runtime holds its store, so the id stays its own
     with _loading:
         if key not in _loaded:
-            sharing = next((r for (name, _, q, _), r in _loaded.items() if (name, q) == (model, chosen)), None)
-            _loaded[key] = _load(
-                model, drafter=drafter, quantize=chosen, store=store, settings=settings, sharing=sharing
-            )
+            sharing = next((r for (w, _, _), r in _loaded.items() if w == weights), None)
+            if sharing is not None and drafter in NAMES:  # a checkpoint may need other features of the target
+                loaded = replace(
+                    sharing, drafter=load_drafter(drafter, sharing.target), keeper=SessionKeeper(sharing.target, store)
+                )
+            else:
+                loaded = _load(model, drafter=drafter, quantize=chosen, store=store, settings=settings)
+            _loaded[key] = loaded
         return _loaded[key]
 
 
@@ -92,7 +97,6 @@ def _load(
     quantize: Quantization | None,
     store: SessionStore | None,
     settings: Settings,
-    sharing: Runtime | None,
 ) -> Runtime:
     import torch
 
@@ -100,11 +104,7 @@ def _load(
     with progress_bars() as progress:
         folder = resolve(model, settings=settings, progress=progress)
     tokenizer = _load_tokenizer(folder)
-    # Weights are shared between drafters that read the same features; a DLite drafter may need others.
-    if sharing is not None and drafter in ("auto", "lookup", "null"):
-        target = sharing.target
-    else:
-        target = Target.load(folder, quantize=quantize, cache_dir=settings.home / "calibration")
+    target = Target.load(folder, quantize=quantize, cache_dir=settings.home / "calibration")
     end_ids = _end_ids(target, tokenizer)
     return Runtime(
         name=model,
@@ -117,7 +117,7 @@ def _load(
             eos_token=tokenizer.eos_token or "",
         ),
         grammars=GrammarFactory(tokenizer, vocab_size=target.vocab_size, eos_ids=sorted(end_ids)),
-        scheduler=sharing.scheduler if sharing is not None else Scheduler(),
+        scheduler=Scheduler(),
         keeper=SessionKeeper(target, store),
         profile=profile_for(model),
         end_ids=end_ids,
