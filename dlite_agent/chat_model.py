@@ -15,9 +15,9 @@ from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackMana
 from langchain_core.language_models import BaseChatModel, LanguageModelInput
 from langchain_core.language_models.base import LangSmithParams
 from langchain_core.language_models.chat_models import generate_from_stream
-from langchain_core.messages import AIMessage, BaseMessage
+from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
-from langchain_core.runnables import Runnable, ensure_config
+from langchain_core.runnables import Runnable, RunnableConfig, ensure_config
 from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import ConfigDict, Field
@@ -29,6 +29,8 @@ from dlite_agent.reply import PROVIDER, Call, stream_reply
 if TYPE_CHECKING:
     from dlite_agent.engine.scheduler import Job
     from dlite_agent.runtime import Runtime
+
+_PER_CALL = ("temperature", "top_k", "top_p", "seed", "max_tokens", "max_draft")
 
 Tool = dict[str, Any] | type | Callable[..., Any] | BaseTool
 
@@ -59,7 +61,7 @@ class ChatDLite(BaseChatModel):
         on_prefill: Told (rows done, rows to do) after every prefill chunk, on the engine's thread.
     """
 
-    model_config = ConfigDict(arbitrary_types_allowed=True)
+    model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
 
     model: str
     drafter: str = "auto"
@@ -108,6 +110,35 @@ class ChatDLite(BaseChatModel):
         formatted = [convert_to_openai_tool(tool) for tool in tools]
         choice = _tool_choice(tool_choice, [tool["function"]["name"] for tool in formatted])
         return super().bind(tools=formatted, tool_choice=choice, **kwargs)
+
+    def invoke(
+        self, input: LanguageModelInput, config: RunnableConfig | None = None, *, stop: Any = None, **kwargs: Any
+    ) -> AIMessage:
+        """Answer in the session that the config's `thread_id` names, or that `session_id=` does."""
+        return super().invoke(input, config, stop=stop, **_identified(config, kwargs))
+
+    async def ainvoke(
+        self, input: LanguageModelInput, config: RunnableConfig | None = None, *, stop: Any = None, **kwargs: Any
+    ) -> AIMessage:
+        """Do as `invoke`; cancelling it stops decoding within one step."""
+        return await super().ainvoke(input, config, stop=stop, **_identified(config, kwargs))
+
+    def stream(
+        self, input: LanguageModelInput, config: RunnableConfig | None = None, *, stop: Any = None, **kwargs: Any
+    ) -> Iterator[AIMessageChunk]:
+        """Do as `invoke`, chunk by chunk; closing it stops decoding within one step."""
+        yield from super().stream(input, config, stop=stop, **_identified(config, kwargs))
+
+    async def astream(
+        self, input: LanguageModelInput, config: RunnableConfig | None = None, *, stop: Any = None, **kwargs: Any
+    ) -> AsyncIterator[AIMessageChunk]:
+        """Do as `stream`."""
+        async for chunk in super().astream(input, config, stop=stop, **_identified(config, kwargs)):
+            yield chunk
+
+    def get_token_ids(self, text: str) -> list[int]:
+        """Return the target's own tokens of a text."""
+        return self.runtime.encoder.encode(text)
 
     def warm_up(self) -> None:
         """Load the weights now instead of at the first call."""
@@ -197,22 +228,17 @@ class ChatDLite(BaseChatModel):
         kwargs: dict[str, Any],
     ) -> Call:
         """Collect what one call asks for; settings bound to the call go before those of the model."""
-        metadata = run_manager.metadata if run_manager is not None else {}
-        thread_id, namespace = _identity(kwargs.get("session_id"), metadata)
+        thread_id, namespace = _identified(None, kwargs)["session"]
+        given = {name: getattr(self, name) if kwargs.get(name) is None else kwargs[name] for name in _PER_CALL}
         return Call(
             messages=tuple(messages),
             tools=tuple(kwargs.get("tools") or ()),
             tool_choice=kwargs.get("tool_choice") or "auto",
-            stops=tuple(stop or ()),
+            stops=(stop,) if isinstance(stop, str) else tuple(stop or ()),
             thread_id=thread_id,
             namespace=namespace,
-            temperature=kwargs.get("temperature", self.temperature),
-            top_k=kwargs.get("top_k", self.top_k),
-            top_p=kwargs.get("top_p", self.top_p),
-            seed=kwargs.get("seed", self.seed),
-            max_tokens=kwargs.get("max_tokens", self.max_tokens),
-            max_draft=kwargs.get("max_draft", self.max_draft),
             on_prefill=self.on_prefill,
+            **given,
         )
 
 
@@ -222,22 +248,28 @@ def _tool_choice(choice: str | dict[str, Any] | bool | None, names: Sequence[str
         return "auto"
     if choice is True or choice in ("any", "required"):
         return "any"
-    name = choice.get("function", {}).get("name") if isinstance(choice, dict) else choice
+    name = choice.get("function", choice).get("name") if isinstance(choice, dict) else choice
     if name == "none" or name in names:
         return str(name)
     raise ConfigError(f"tool_choice is {choice!r}; expected auto, none, any or one of {', '.join(names)}")
 
 
-def _identity(session_id: str | None, metadata: dict[str, Any] | None) -> tuple[str | None, str]:
-    """Return the thread and namespace a call belongs to; per-step task ids are left out of the namespace."""
-    if session_id is not None:
-        return session_id, ""
-    configurable = ensure_config().get("configurable") or {}
-    thread_id = configurable.get("thread_id") or (metadata or {}).get("thread_id")
+def _identified(config: RunnableConfig | None, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Add `session`, the thread and namespace a call belongs to, unless it is there.
+
+    The config must be read at entry: what a runnable passes on to its model's inner methods does not carry it. Per-step
+    task ids are left out of the namespace.
+    """
+    if "session" in kwargs:
+        return kwargs
+    if kwargs.get("session_id") is not None:
+        return {**kwargs, "session": (str(kwargs["session_id"]), "")}
+    configurable = ensure_config(config).get("configurable") or {}
+    thread_id = configurable.get("thread_id")
     if thread_id is None:
-        return None, ""
+        return {**kwargs, "session": (None, "")}
     namespace = str(configurable.get("checkpoint_ns") or "")
-    return str(thread_id), "|".join(part.split(":")[0] for part in namespace.split("|"))
+    return {**kwargs, "session": (str(thread_id), "|".join(part.split(":")[0] for part in namespace.split("|")))}
 
 
 def _open_store(spec: Any, settings: Settings) -> Any:

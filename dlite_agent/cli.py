@@ -14,7 +14,7 @@ from rich.table import Table
 
 from dlite_agent import __version__
 from dlite_agent.config import Settings
-from dlite_agent.errors import ConfigError, DLiteError
+from dlite_agent.errors import DLiteError
 
 DEFAULT_MODEL = "qwen2.5-coder-1.5b"
 """The smallest registered model that completes the demo's task in all of its wordings."""
@@ -59,6 +59,13 @@ def _parser() -> argparse.ArgumentParser:
     _add_drafter(commands)
     _add_bench(commands)
     return parser
+
+
+def _positive(text: str) -> int:
+    """Read an argument that must be at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+    return int(text)
 
 
 def _add_target(parser: argparse.ArgumentParser) -> None:
@@ -124,7 +131,7 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     _add_target(run)
     run.add_argument("--thread", default="default", help="conversation to start or resume (default: %(default)s)")
     run.add_argument("--workspace", type=Path, default=Path(), help="folder the agent may use (default: this one)")
-    run.add_argument("--max-tokens", type=int, default=1024, help="upper bound of tokens per reply")
+    run.add_argument("--max-tokens", type=_positive, default=1024, help="upper bound of tokens per reply")
     run.set_defaults(command=_run)
 
 
@@ -150,9 +157,9 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     demo.add_argument("--no-kill", action="store_true", help="let one process do it all")
     demo.add_argument("--replay", type=Path, metavar="PATH", help="replay recorded sessions instead")
     demo.add_argument("--subset", metavar="NAME", help="a list of ids in PATH/subsets.json")
-    demo.add_argument("--limit", type=int, metavar="N", help="the first N sessions only")
+    demo.add_argument("--limit", type=_positive, metavar="N", help="the first N sessions only")
     demo.add_argument("--session", action="append", default=[], metavar="ID", help="which ones (default: all)")
-    demo.add_argument("--max-tokens", type=int, default=None, help="upper bound of tokens per reply")
+    demo.add_argument("--max-tokens", type=_positive, default=None, help="upper bound of tokens per reply")
     demo.set_defaults(command=_demo)
 
 
@@ -168,7 +175,7 @@ def _demo(arguments: argparse.Namespace, settings: Settings, console: Console) -
             model=arguments.model,
             drafter=arguments.drafter,
             quantize=_quantize(arguments),
-            max_tokens=arguments.max_tokens or 16,
+            max_tokens=16 if arguments.max_tokens is None else arguments.max_tokens,
             settings=settings,
             console=console,
         )
@@ -183,7 +190,7 @@ def _demo(arguments: argparse.Namespace, settings: Settings, console: Console) -
         quantize=_quantize(arguments),
         wording=arguments.wording,
         is_killed=not arguments.no_kill,
-        max_tokens=arguments.max_tokens or 300,
+        max_tokens=300 if arguments.max_tokens is None else arguments.max_tokens,
     )
     return 0 if run_demo(options, settings=settings, console=console) else 1
 
@@ -215,8 +222,10 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--model", default="smollm2-135m", help="registry name, folder or hub id (default: %(default)s)"
     )
     verify.add_argument("--quantize", choices=("int8", "none"), default="none")
-    verify.add_argument("--context", type=int, default=512, help="rows already in the cache (default: %(default)s)")
-    verify.add_argument("--repeats", type=int, default=15, help="timings per figure (default: %(default)s)")
+    verify.add_argument(
+        "--context", type=_positive, default=512, help="rows already in the cache (default: %(default)s)"
+    )
+    verify.add_argument("--repeats", type=_positive, default=15, help="timings per figure (default: %(default)s)")
     verify.set_defaults(command=_bench_verify)
 
 
@@ -228,8 +237,6 @@ def _bench_verify(arguments: argparse.Namespace, settings: Settings, console: Co
     from dlite_agent.engine.target import Target
     from dlite_agent.models import progress_bars, resolve
 
-    if arguments.context < 1 or arguments.repeats < 1:
-        raise ConfigError("--context and --repeats must be at least 1")
     torch.set_num_threads(settings.threads)
     with progress_bars() as progress:
         folder = resolve(arguments.model, settings=settings, progress=progress)

@@ -8,13 +8,16 @@ from pathlib import Path
 
 from dlite_agent.errors import ConfigError
 
+_MAX_THREADS = 1024
+
 
 def _default_home() -> Path:
     home = os.environ.get("DLITE_HOME")
-    if home:
-        return Path(home).expanduser()
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(cache).expanduser() / "dlite-agent"
+    try:
+        return Path(home).expanduser() if home else Path(cache).expanduser() / "dlite-agent"
+    except RuntimeError as error:
+        raise ConfigError(f"DLITE_HOME is {home!r} ({error}); expected a folder") from error
 
 
 def _default_threads() -> int:
@@ -45,8 +48,8 @@ class Settings:
     )
 
     def __post_init__(self) -> None:
-        if self.threads < 1:
-            raise ConfigError(f"threads is {self.threads}; expected at least 1")
+        if not 1 <= self.threads <= _MAX_THREADS:
+            raise ConfigError(f"threads is {self.threads}; expected 1 to {_MAX_THREADS}")
 
     @property
     def models_dir(self) -> Path:

@@ -38,6 +38,10 @@ _ANONYMOUS = "anonymous"
 _PLAIN_TEXT = r"[^\s{\[<`](?s:.)*"  # what a reply without calls begins with, where the model was shown tools
 
 
+class PromptTooLongError(ContextLengthError, ContextOverflowError):
+    """The prompt leaves no room in the model's context; LangChain's error and this package's in one."""
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """What one call asks for.
@@ -130,7 +134,7 @@ def stream_reply(runtime: Runtime, call: Call, job: Job[Any]) -> Iterator[ChatGe
     """Yield the chunks of one reply; usage and statistics come once, on the last.
 
     Raises:
-        ContextOverflowError: If the prompt leaves no room in the model's context; nothing was computed.
+        PromptTooLongError: If the prompt leaves no room in the model's context; nothing was computed.
         DLiteError: If the conversation, the tools or the session store cannot be used.
     """
     is_stored = call.thread_id is not None
@@ -138,7 +142,7 @@ def stream_reply(runtime: Runtime, call: Call, job: Job[Any]) -> Iterator[ChatGe
     try:
         yield from _Reply(runtime, call, live).chunks(job)
     except ContextLengthError as error:
-        raise ContextOverflowError(str(error)) from error
+        raise PromptTooLongError(str(error)) from error
     finally:
         runtime.keeper.checkin(call.session_key, live)
 
@@ -161,14 +165,15 @@ class _Reply:
         stops = StopFilter(self._call.stops)
         raw: list[str] = []
         for text in self._pieces(prompt, job):
-            raw.append(text)
-            yield from self._event_chunks(parser.feed(stops.feed(text)))
+            raw.append(stops.feed(text))
+            yield from self._event_chunks(parser.feed(raw[-1]))
             if stops.is_stopped:
                 break
         if job.is_cancelled:
             return
         finish_reason = self._finish_reason(stops)
-        yield from self._event_chunks(parser.feed(stops.flush()))
+        raw.append(stops.flush())
+        yield from self._event_chunks(parser.feed(raw[-1]))
         yield from self._event_chunks(parser.close(truncated=finish_reason == "length"))
         committed = self._runtime.keeper.commit(self._live)
         yield self._last_chunk("".join(raw), finish_reason, len(prompt), reuse, committed)

@@ -122,8 +122,12 @@ class SessionKeeper:
             live = LiveSession(sid, TargetState(self.target.new_cache()), np.empty(0, dtype=np.int32))
         live.known_ids = live.state.ids.copy()
         if sid is not None:
-            self._take_lease(live, sid)
-            self._find_snapshot(live, snapshot_id)
+            try:
+                self._take_lease(live, sid)
+                self._find_snapshot(live, snapshot_id)
+            except SessionError:
+                self.checkin(key, live)  # the store failed, not what is in RAM
+                raise
         return live
 
     def checkin(self, key: str, live: LiveSession) -> None:

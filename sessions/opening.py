@@ -23,4 +23,4 @@ def open_store(spec: str, settings: Settings) -> SessionStore:
         ServerStartError: If the embedded server does not start.
     """
     chosen = settings if spec == "auto" else replace(settings, redis_url=spec)
-    return SessionStore(connect(chosen, keep=True))
+    return SessionStore(connect(chosen))

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,9 +20,10 @@ from langgraph.graph import END, START, StateGraph
 from langgraph.graph.message import add_messages
 
 from dlite_agent import ChatDLite, Settings
-from dlite_agent.errors import ConfigError, UnsupportedContentError
+from dlite_agent.errors import ConfigError, DLiteError, StoreUnavailableError, UnsupportedContentError
 from dlite_agent.runtime import close_all
 from dlite_agent.sessions.embedded import EmbeddedServer
+from dlite_agent.sessions.keys import session_id
 from dlite_agent.sessions.saver import RedisSaver
 from dlite_agent.sessions.store import SessionStore
 from dlite_agent.testing import write_tiny_chat_model
@@ -157,6 +161,57 @@ def test_stop_strings_end_the_text_before_them(model: ChatDLite) -> None:
     message = model.invoke("hello", stop=[stop])
     assert message.content == whole[: whole.index(stop)]
     assert message.response_metadata["finish_reason"] == "stop"
+    assert message.response_metadata["dlite"]["raw"] == message.content  # nothing behind it enters the next prompt
+
+
+def test_text_that_is_no_unicode_is_read_with_replacements(model: ChatDLite) -> None:
+    assert model.invoke("a\ud800b").content == model.invoke("a?b").content
+
+
+def test_numbers_that_cannot_work_are_refused_at_once(folder: str) -> None:
+    wrongs: list[dict[str, Any]] = [
+        {"max_tokens": 0},
+        {"top_p": 0.0},
+        {"temperature": -1},
+        {"max_draft": 99},
+        {"nosuch": 1},
+    ]
+    for wrong in wrongs:
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            ChatDLite.model_validate({"model": folder, **wrong})
+
+
+def test_a_call_s_none_means_the_model_s_own_setting(model: ChatDLite) -> None:
+    assert stats(model.bind(max_tokens=None, temperature=None).invoke("hello"))["generated"] == 24
+
+
+def test_tokens_are_counted_with_the_target_s_own_tokenizer(model: ChatDLite) -> None:
+    assert model.get_num_tokens("hällo") == 6  # one token per byte
+
+
+def test_a_forked_child_is_told_instead_of_hanging(model: ChatDLite) -> None:
+    scheduler = model.runtime.scheduler
+    before, scheduler._pid = scheduler._pid, os.getpid() + 1
+    try:
+        with pytest.raises(DLiteError, match="fork"):
+            model.invoke("hello")
+    finally:
+        scheduler._pid = before
+
+
+_OPEN_STREAM = """
+import sys
+from dlite_agent import ChatDLite
+stream = ChatDLite(model=sys.argv[1], max_tokens=3000, drafter="null").stream("hello")
+next(stream)
+sys.exit(3)
+"""
+
+
+def test_leaving_with_a_stream_still_open_is_clean(folder: str) -> None:
+    command = [sys.executable, "-c", _OPEN_STREAM, folder]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (3, "")
 
 
 def test_a_prompt_that_is_too_long_says_so_before_any_token(model: ChatDLite) -> None:
@@ -260,6 +315,44 @@ def test_a_thread_goes_on_in_a_process_that_never_saw_it(
     assert reused == first["input_tokens"] + first["output_tokens"] - 1
 
 
+def test_a_thread_named_in_the_config_is_stored_however_the_model_is_called(
+    folder: str, settings: Settings, server: EmbeddedServer
+) -> None:
+    store = SessionStore(server.client(), tenant="direct")
+    model = ChatDLite(model=folder, settings=settings, max_tokens=4, session_store=store)
+    bound = model.bind_tools([get_weather])
+
+    async def asynchronously() -> list[Any]:
+        chunks: list[Any] = [chunk async for chunk in model.astream("hi", thread("d"))]
+        return [await model.ainvoke("hi", thread("c")), sum(chunks[1:], start=chunks[0])]
+
+    streamed: list[Any] = list(model.stream("hi", thread("b")))
+    replies: list[Any] = [model.invoke("hi", thread("a")), sum(streamed[1:], start=streamed[0])]
+    replies += asyncio.run(asynchronously())
+    replies += [bound.invoke("hi", thread("e")), *model.batch(["hi"], thread("f"))]
+    replies += [model.invoke("hi", {"configurable": {"thread_id": 0}}), model.invoke("hi", session_id="g")]
+    records = [reply.response_metadata["dlite"] for reply in replies]
+    assert all("snapshot" in record for record in records)
+    assert len({record["session"] for record in records}) == len(replies)
+    assert "snapshot" not in model.invoke("hi").response_metadata["dlite"]
+
+
+def test_a_failing_store_does_not_lose_what_is_in_memory(folder: str, settings: Settings, tmp_path: Path) -> None:
+    server = EmbeddedServer.start(tmp_path)
+    store = SessionStore(server.client())
+    model = ChatDLite(model=folder, settings=settings, max_tokens=4, session_store=store)
+    key = session_id("kept")
+    model.invoke("hi", session_id="kept")
+    keeper = model.runtime.keeper
+    live = keeper.checkout(key, is_stored=True)
+    live.lease = None  # as after another worker took over
+    keeper.checkin(key, live)
+    server.stop()
+    with pytest.raises(StoreUnavailableError):
+        model.invoke("hi", session_id="kept")
+    assert keeper._idle[key] is live
+
+
 def test_a_fork_finds_its_own_snapshot(folder: str, settings: Settings, server: EmbeddedServer) -> None:
     client = server.client()
 
@@ -296,9 +389,6 @@ def test_parameters_name_what_decides_the_text_and_not_the_drafter(model: ChatDL
 
 
 def test_importing_the_package_loads_nothing_heavy() -> None:
-    import subprocess
-    import sys
-
     code = (
         "import sys, dlite_agent, dlite_agent.cli\n"
         "heavy = {'torch', 'transformers', 'langchain', 'langgraph', 'llguidance'}\n"

@@ -168,6 +168,54 @@ def test_damaged_weights_are_said(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert "CorruptModelError" in fails(capsys, "bench", "verify", "--model", str(folder))
 
 
+def test_weights_that_the_config_asks_for_must_be_there(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folder = write_tiny_chat_model(tmp_path / "model")
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace('"num_hidden_layers": 4', '"num_hidden_layers": 5'))
+    assert "lacks weights" in fails(capsys, "bench", "verify", "--model", str(folder))
+
+
+@pytest.mark.parametrize("text", ["[1]", "{", '{"model_type": "llama", "num_hidden_layers": "x"}'])
+def test_a_damaged_model_config_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str) -> None:
+    folder = write_tiny_chat_model(tmp_path / "model")
+    (folder / "config.json").write_text(text)
+    fails(capsys, "bench", "verify", "--model", str(folder))
+
+
+def test_a_workspace_that_is_not_there_is_not_made(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert "workspace" in fails(capsys, "run", "--workspace", str(tmp_path / "typo"))
+    assert not (tmp_path / "typo").exists()
+
+
+@pytest.mark.parametrize("value", ["abc", "0", "100000"])
+def test_a_thread_count_that_cannot_work_is_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv("DLITE_THREADS", value)
+    assert "threads" in fails(capsys, "doctor").lower()
+
+
+def test_a_message_that_cannot_be_answered_does_not_stay_in_the_thread(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = write_tiny_chat_model(tmp_path / "model")
+    lines = iter(["x" * 9000, "hi"])
+
+    def ask(*_: object) -> str:
+        try:
+            return next(lines)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr("rich.console.Console.input", ask)
+    arguments = ["run", "--model", str(folder), "--workspace", str(tmp_path), "--max-tokens", "5"]
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    assert "PromptTooLongError" in out
+    assert "5 generated" in out
+    assert "resume with: dlite-agent run --thread default" in out
+
+
 def test_a_replay_of_nothing_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     missing = tmp_path / "nothing.jsonl"
     assert "nothing.jsonl" in fails(capsys, "demo", "--replay", str(missing))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from types import TracebackType
 
 from rich.console import Console
@@ -23,21 +24,23 @@ class ActivityBar:
         columns = (TextColumn("  {task.description}"), BarColumn(), TimeElapsedColumn())
         self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
         self._task: TaskID | None = None
+        self._lock = threading.Lock()
 
     def __enter__(self) -> ActivityBar:
-        self._progress.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._progress.stop()
+        self.hide()
 
     def show(self, description: str, done: int = 0, total: int | None = None) -> None:
         """Show the line, or bring it up to date."""
-        if self._task is None:
-            self._task = self._progress.add_task(description, total=total)
-        self._progress.update(self._task, description=description, completed=done, total=total)
+        with self._lock:
+            if self._task is None:
+                self._task = self._progress.add_task(description, total=total)
+                self._progress.start()
+            self._progress.update(self._task, description=description, completed=done, total=total)
 
     def show_prefill(self, done: int, total: int) -> None:
         """Show how far a prefill is, if it is long enough to wait for."""
@@ -47,10 +50,12 @@ class ActivityBar:
             self.hide()
 
     def hide(self) -> None:
-        """Take the line away."""
-        if self._task is not None:
-            self._progress.remove_task(self._task)
-            self._task = None
+        """Take the line away; nothing is live then, so that text can be streamed without newlines."""
+        with self._lock:
+            if self._task is not None:
+                self._progress.stop()
+                self._progress.remove_task(self._task)
+                self._task = None
 
 
 def show_event(event: AgentEvent, console: Console) -> None:

@@ -100,13 +100,13 @@ def _subset_ids(path: Path, subset: str) -> list[str]:
     try:
         subsets = json.loads((path / "subsets.json").read_text())
         return list(subsets[subset])
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path / 'subsets.json'} has no readable list {subset!r} ({error!r})") from error
 
 
 def _read_file(path: Path, ids: Sequence[str]) -> Iterator[RecordedSession]:
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text(encoding="utf-8").rstrip("\n").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read ({error}); expected a JSONL file of recorded sessions") from error
     for number, line in enumerate(lines, start=1):

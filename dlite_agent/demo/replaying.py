@@ -12,8 +12,9 @@ from rich.table import Table
 
 from dlite_agent.chat_model import ChatDLite
 from dlite_agent.config import Settings
-from dlite_agent.demo.replay import read_sessions, replay
+from dlite_agent.demo.replay import RecordedSession, ReplayedCall, read_sessions, replay
 from dlite_agent.errors import ConfigError
+from dlite_agent.reply import PromptTooLongError
 from dlite_agent.sessions.embedded import connect
 from dlite_agent.sessions.saver import RedisSaver
 from dlite_agent.sessions.store import SessionStore
@@ -36,10 +37,9 @@ def replay_file(
     sessions = list(read_sessions(path, ids=ids, subset=subset))[:limit]
     if not sessions:
         raise ConfigError(f"{path} holds none of the sessions asked for")
-    client = connect(settings, keep=True)
-    run = uuid.uuid4().hex[:8]
-    store = SessionStore(client, tenant=f"replay-{run}")
-    saver = RedisSaver(client, tenant=f"replay-{run}")
+    client = connect(settings)
+    tenant = f"replay-{uuid.uuid4().hex[:8]}"
+    store = SessionStore(client, tenant=tenant)
     chat = ChatDLite(
         model=model,
         drafter=drafter,
@@ -48,22 +48,33 @@ def replay_file(
         session_store=store,
         settings=settings,
     )
-    table = Table("session", "calls", "prompt", "new", "prefilled", "worst beyond new", "append-only", box=None)
+    table = Table("session", "calls", "prompt", "new", "prefilled", "beyond new", "append-only", box=None)
     worst = 0
-    for session in sessions:
-        calls = list(replay(session, chat, checkpointer=saver, thread_id=f"{run}-{session.id}"))
-        beyond = max((call.num_beyond for call in calls if call.is_append_only), default=0)
-        worst = max(worst, beyond)
-        append_only = sum(call.is_append_only for call in calls)
-        totals = (
-            sum(call.num_prompt for call in calls),
-            sum(call.num_new for call in calls),
-            sum(call.num_prefilled for call in calls),
-        )
-        table.add_row(session.id, str(len(calls)), *map(str, totals), str(beyond), f"{append_only}/{len(calls)}")
-        console.print(f"{session.id}: {len(calls)} calls", highlight=False)
+    try:
+        for session in sessions:
+            calls = _replay_one(session, chat, RedisSaver(client, tenant=tenant), console)
+            append_only = [call for call in calls if call.is_append_only]
+            beyond = max((call.num_beyond for call in append_only), default=0)
+            worst = max(worst, beyond)
+            totals = [sum(getattr(call, name) for call in calls) for name in ("num_prompt", "num_new", "num_prefilled")]
+            table.add_row(
+                session.id, str(len(calls)), *map(str, totals), str(beyond), f"{len(append_only)}/{len(calls)}"
+            )
+    finally:
+        for key in client.scan_iter(match=store.keys.everything(), count=1000):
+            client.unlink(key)
     console.print(table)
-    console.print(f"worst beyond new, append-only calls: {worst}")
-    for key in store.client.scan_iter(match=store.keys.everything(), count=1000):
-        store.client.unlink(key)
+    console.print(f"most tokens prefilled beyond the new ones, append-only calls of {len(sessions)} sessions: {worst}")
     return 0 if worst <= 1 else 1
+
+
+def _replay_one(session: RecordedSession, chat: ChatDLite, saver: RedisSaver, console: Console) -> list[ReplayedCall]:
+    """Replay a session as far as the model's context reaches."""
+    calls: list[ReplayedCall] = []
+    try:
+        for call in replay(session, chat, checkpointer=saver, thread_id=session.id):
+            calls.append(call)
+    except PromptTooLongError as error:
+        console.print(f"{session.id}: stopped after {len(calls)} calls, {error}", highlight=False)
+    console.print(f"{session.id}: {len(calls)} calls", highlight=False)
+    return calls

@@ -70,7 +70,7 @@ def run_demo(options: DemoOptions, *, settings: Settings, console: Console) -> b
     """
     task = DemoTask.load(options.wording)
     tenant = f"demo-{uuid.uuid4().hex[:12]}"
-    store = SessionStore(connect(settings, keep=True), tenant=tenant)
+    store = SessionStore(connect(settings), tenant=tenant)
     folder = Path(tempfile.mkdtemp(prefix="dlite demo "))
     started = time.monotonic()
     try:

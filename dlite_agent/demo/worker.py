@@ -32,7 +32,7 @@ def run(job: dict[str, Any]) -> None:
     from dlite_agent.tools import default_tools
 
     settings = Settings()
-    client = connect(settings, keep=True)
+    client = connect(settings)
     store = SessionStore(client, tenant=job["tenant"])
 
     def on_prefill(done: int, total: int) -> None:

@@ -6,7 +6,9 @@ step, and an exception in one caller's code never reaches another's decoding.
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
@@ -15,6 +17,7 @@ from typing import Generic, TypeVar
 from dlite_agent.errors import DLiteError
 
 T = TypeVar("T")
+_EXIT_S = 60.0
 
 logger = logging.getLogger(__name__)
 
@@ -85,13 +88,17 @@ class Scheduler:
         self._jobs: deque[Job[object]] = deque()
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._running: Job[object] | None = None
+        self._pid = os.getpid()
 
     def submit(self, job: Job[T]) -> None:
         """Queue a job behind those that run.
 
         Raises:
-            DLiteError: If the scheduler was closed.
+            DLiteError: If the scheduler was closed, or made in the process this one was forked from.
         """
+        if os.getpid() != self._pid:
+            raise DLiteError("the engine does not survive a fork; create the model in the child process, or use spawn")
         with self._condition:
             if self._closed:
                 raise DLiteError("the engine is closed; create a new ChatDLite")
@@ -99,7 +106,14 @@ class Scheduler:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
+                atexit.register(self.close, timeout=_EXIT_S)  # a thread in torch at exit aborts the process
             self._condition.notify()
+
+    def cancel_all(self) -> None:
+        """Cancel every job; sets flags only, so a signal handler may call it."""
+        for job in [*self._jobs, self._running]:
+            if job is not None:
+                job.cancel()
 
     def close(self, *, timeout: float = 5.0) -> None:
         """Cancel all jobs and wait for the thread to end."""
@@ -114,7 +128,10 @@ class Scheduler:
 
     def _run(self) -> None:
         while (job := self._next()) is not None:
-            if job.advance():
+            self._running = job
+            has_more = job.advance()
+            self._running = None
+            if has_more:
                 with self._condition:
                     if self._closed:
                         job.cancel()

@@ -120,15 +120,19 @@ class Target:
 
         try:
             config = AutoConfig.from_pretrained(folder)
-        except (OSError, ValueError, KeyError) as error:
+        except Exception as error:  # whatever a damaged file makes of transformers' validation
             raise CorruptModelError(f"{folder} has no readable config.json ({error}); pull the model again") from error
         config = getattr(config, "text_config", config)
         _refuse_inexact(config)
         try:
             with _no_progress_bars():
-                model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, config=config, use_safetensors=True)
+                model, loading = AutoModelForCausalLM.from_pretrained(
+                    folder, dtype=dtype, config=config, use_safetensors=True, output_loading_info=True
+                )
         except Exception as error:  # transformers and safetensors raise many types here, bare Exception among them
             raise CorruptModelError(f"{folder} cannot be loaded ({error}); remove it and pull it again") from error
+        if wrong := sorted(map(str, [*loading["missing_keys"], *loading["mismatched_keys"]])):
+            raise CorruptModelError(f"{folder} lacks weights its config.json asks for ({wrong[0]}, ...); pull it again")
         fingerprint = fingerprint_of(folder, config, dtype=dtype, quantize=quantize, digests_dir=cache_dir)
         return cls(model, fingerprint=fingerprint, quantize=quantize, cache_dir=cache_dir)
 

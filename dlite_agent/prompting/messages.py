@@ -114,7 +114,7 @@ def _convert_result(message: ToolMessage, text: str, hint: str | None) -> dict[s
 
 def _text_of(content: str | Sequence[str | Mapping[str, Any]], *, where: str, is_assistant: bool = False) -> str:
     if isinstance(content, str):
-        return content
+        return _encodable(content)
     parts: list[str] = []
     for block in content:
         if isinstance(block, str):
@@ -126,4 +126,9 @@ def _text_of(content: str | Sequence[str | Mapping[str, Any]], *, where: str, is
                 f"{where} holds a {block.get('type', 'nameless')!r} block; this model reads text only: "
                 "remove the block or describe it in words"
             )
-    return "".join(parts)
+    return _encodable("".join(parts))
+
+
+def _encodable(text: str) -> str:
+    """Replace lone surrogates, which no tokenizer takes; they come from input that was not UTF-8."""
+    return text.encode("utf-8", errors="replace").decode()
