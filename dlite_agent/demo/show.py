@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -200,8 +199,8 @@ class _View:
 
 def _table(calls: Sequence[tuple[int, int, CallEvent]]) -> Table:
     """Build the table of all model calls; accepted tokens per pass by source, which with the bonus make up tau."""
-    table = Table(box=SIMPLE, padding=(0, 1, 0, 0), title="model calls", title_justify="left")
-    for name in ("proc", "turn", "prompt", "RAM", "Redis", "prefill", "gen", "tau", *_SOURCES, "tok/s", "KB"):
+    table = Table(box=None, padding=(0, 1, 0, 0), title="model calls", title_justify="left")
+    for name in ("proc", "turn", "prompt", "RAM", "Redis", "new", "gen", "tau", *_SOURCES, "tok/s", "KB"):
         table.add_column(name, justify="right")
     for process, turn, call in calls:
         stats = call.stats

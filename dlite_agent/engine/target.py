@@ -126,11 +126,12 @@ class Target:
         _refuse_inexact(config)
         try:
             with _no_progress_bars():
-                model, loading = AutoModelForCausalLM.from_pretrained(
+                loaded: Any = AutoModelForCausalLM.from_pretrained(
                     folder, dtype=dtype, config=config, use_safetensors=True, output_loading_info=True
                 )
         except Exception as error:  # transformers and safetensors raise many types here, bare Exception among them
             raise CorruptModelError(f"{folder} cannot be loaded ({error}); remove it and pull it again") from error
+        model, loading = loaded
         if wrong := sorted(map(str, [*loading["missing_keys"], *loading["mismatched_keys"]])):
             raise CorruptModelError(f"{folder} lacks weights its config.json asks for ({wrong[0]}, ...); pull it again")
         fingerprint = fingerprint_of(folder, config, dtype=dtype, quantize=quantize, digests_dir=cache_dir)
