@@ -157,6 +157,21 @@ TINY_CHAT_TEMPLATE = (
 )
 
 
+def byte_tokenizer() -> Any:
+    """Make a transformers tokenizer with one token per byte, ChatML's marks and its template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    bytes_of = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={char: index for index, char in enumerate(bytes_of)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
+    tokenizer.chat_template = TINY_CHAT_TEMPLATE
+    return tokenizer
+
+
 def write_tiny_chat_model(folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
     """Write a random-weight chat model (one token per byte, ChatML) that `ChatDLite` loads like any other.
 
@@ -168,16 +183,9 @@ def write_tiny_chat_model(folder: Path, *, seed: int = 0, **overrides: Any) -> P
     Returns:
         The folder.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    bytes_of = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={char: index for index, char in enumerate(bytes_of)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>")
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
-    tokenizer.chat_template = TINY_CHAT_TEMPLATE
+    tokenizer = byte_tokenizer()
     tokenizer.save_pretrained(folder)
     fields = {"vocab_size": len(tokenizer), "max_position_embeddings": 4096, "eos_token_id": tokenizer.eos_token_id}
     with torch.random.fork_rng(devices=[]):
