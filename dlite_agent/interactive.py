@@ -67,7 +67,6 @@ def converse(options: Options, *, settings: Settings, console: Console) -> None:
     with bar:
         bar.show(f"loading {options.model}")
         model.warm_up()
-        bar.hide()
     graph = create_dlite_agent(model, default_tools(options.workspace), checkpointer=RedisSaver(client))
     config: dict[str, Any] = {"configurable": {"thread_id": options.thread_id}, "recursion_limit": 100}
     _greet(graph.get_state(config).values, options, console)
@@ -78,10 +77,8 @@ def converse(options: Options, *, settings: Settings, console: Console) -> None:
             console.print(f"\nresume with: {escape(options.resume_command)}", soft_wrap=True)
             return
         if text:
-            with bar:
-                with _stopped_by_ctrl_c(model):
-                    _turn(graph, text, config, console)
-                bar.hide()
+            with bar, _stopped_by_ctrl_c(model):
+                _turn(graph, text, config, console)
 
 
 def _greet(state: dict[str, Any], options: Options, console: Console) -> None:

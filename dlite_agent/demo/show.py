@@ -10,8 +10,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -129,7 +128,7 @@ def _follow(job: dict[str, Any], *, process: int, record: _Record, console: Cons
     with (
         tempfile.TemporaryFile("w+") as errors,
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as worker,
-        view.shown(),
+        view.bar,
     ):
         try:
             _watch(worker, view, kill_after=last if is_killed else None)
@@ -167,23 +166,17 @@ class _View:
         self._record = record
         self._turn = 0
         self.error = ""
-        self._bar = ActivityBar(console)
-
-    @contextmanager
-    def shown(self) -> Iterator[None]:
-        """Show the activity line while inside."""
-        with self._bar:
-            yield
+        self.bar = ActivityBar(console)
 
     def show(self, fields: dict[str, Any]) -> None:
         """Show one event of the worker."""
         kind = fields["event"]
         if kind == "prefill":
-            self._bar.show_prefill(fields["done"], fields["total"])
+            self.bar.show_prefill(fields["done"], fields["total"])
             return
-        self._bar.hide()
+        self.bar.hide()
         if kind == "loading":
-            self._bar.show(f"loading {fields['model']}")
+            self.bar.show(f"loading {fields['model']}")
         elif kind == "turn":
             self._turn = fields["number"]
             self._console.print(f"\n[bold cyan]{self._turn}. you:[/] {escape(fields['text'])}")
