@@ -1,7 +1,7 @@
 """ChatDLite: a LangChain chat model over a local target with DLite speculation and sessions that persist.
 
-Everything a call does is one generator (`dlite_agent.reply`) on the engine's thread; `invoke`, `stream` and their
-asynchronous twins only carry its chunks to the caller.
+Everything a call does is one generator (`dlite_agent.reply`) on a thread of its own; `invoke`, `stream` and their
+asynchronous twins only carry its chunks to the caller. The passes of all calls are the engine's, which batches them.
 """
 
 from __future__ import annotations
@@ -24,13 +24,24 @@ from pydantic import ConfigDict, Field
 
 from dlite_agent.config import Settings
 from dlite_agent.errors import ConfigError
+from dlite_agent.jobs import Job
 from dlite_agent.reply import PROVIDER, Call, stream_reply
 
 if TYPE_CHECKING:
-    from dlite_agent.engine.scheduler import Job
     from dlite_agent.runtime import Runtime
 
-_PER_CALL = ("temperature", "top_k", "top_p", "seed", "max_tokens", "max_draft")
+_SAMPLING = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "seed",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+)
+_PER_CALL = (*_SAMPLING, "max_tokens", "max_draft")
 
 Tool = dict[str, Any] | type | Callable[..., Any] | BaseTool
 
@@ -52,9 +63,14 @@ class ChatDLite(BaseChatModel):
         temperature: 0 is greedy.
         top_k: Keep the k most likely tokens; 0 keeps all.
         top_p: Keep the fewest tokens that together have this probability.
+        min_p: Keep tokens at least so many times as likely as the likeliest; 0 keeps all.
         seed: Names the sampling noise; the same seed gives the same text with any drafter.
+        repetition_penalty: Makes tokens of the prompt and of the reply so far less likely; 1 is off.
+        presence_penalty: Subtracted from the logits of tokens of the reply so far.
+        frequency_penalty: Subtracted as often as a token is in the reply so far.
+        logit_bias: Added to the logits of tokens, by id.
         max_tokens: Upper bound of tokens per reply.
-        max_draft: Longest draft that is verified at once.
+        max_draft: Longest draft that is verified at once; how long each is, is decided by what it promises and costs.
         session_store: Where sessions persist: None (RAM only), "auto" (`REDIS_URL`, else the embedded server), a Redis
             URL, or a `SessionStore`.
         settings: Folders, threads and server address.
@@ -69,9 +85,14 @@ class ChatDLite(BaseChatModel):
     temperature: float = Field(default=0.0, ge=0)
     top_k: int = Field(default=0, ge=0)
     top_p: float = Field(default=1.0, gt=0, le=1)
+    min_p: float = Field(default=0.0, ge=0, le=1)
     seed: int = 0
+    repetition_penalty: float = Field(default=1.0, gt=0)
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = Field(default_factory=dict)
     max_tokens: int = Field(default=1024, ge=1)
-    max_draft: int = Field(default=7, ge=0, le=31)
+    max_draft: int = Field(default=15, ge=0, le=31)
     session_store: Any = Field(default=None, exclude=True)
     settings: Settings = Field(default_factory=Settings, exclude=True)
     on_prefill: Callable[[int, int], None] | None = Field(default=None, exclude=True)
@@ -84,8 +105,7 @@ class ChatDLite(BaseChatModel):
     @property
     def _identifying_params(self) -> dict[str, Any]:
         """What decides the text of a reply; the drafter does not."""
-        names = ("model", "quantize", "temperature", "top_k", "top_p", "seed", "max_tokens")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in ("model", "quantize", *_SAMPLING, "max_tokens")}
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         params = super()._get_ls_params(stop=stop, **kwargs)
@@ -173,11 +193,16 @@ class ChatDLite(BaseChatModel):
         call = self._call(messages, stop, run_manager, kwargs)
         events: queue.SimpleQueue[tuple[str, object]] = queue.SimpleQueue()
         job = self._submit(self.runtime, call, lambda kind, value: events.put((kind, value)))
+        kind = "item"
         try:
-            while (chunk := _chunk_of(*events.get())) is not None:
-                yield chunk
+            while kind == "item":
+                kind, value = events.get()
+                if kind != "done":
+                    yield _chunk(value)
         finally:
             job.cancel()
+            while kind == "item":  # the session is free once the job has ended
+                kind, _ = events.get()
 
     async def _astream(
         self,
@@ -196,11 +221,16 @@ class ChatDLite(BaseChatModel):
                 loop.call_soon_threadsafe(events.put_nowait, (kind, value))
 
         job = self._submit(runtime, call, deliver)
+        kind = "item"
         try:
-            while (chunk := _chunk_of(*await events.get())) is not None:
-                yield chunk
+            while kind == "item":
+                kind, value = await events.get()
+                if kind != "done":
+                    yield _chunk(value)
         finally:
             job.cancel()
+            while kind == "item":  # the session is free once the job has ended
+                kind, _ = await events.get()
 
     @property
     def runtime(self) -> Runtime:
@@ -214,10 +244,8 @@ class ChatDLite(BaseChatModel):
 
     @staticmethod
     def _submit(runtime: Runtime, call: Call, deliver: Callable[[str, object], None]) -> Job[ChatGenerationChunk]:
-        from dlite_agent.engine.scheduler import Job
-
         job: Job[ChatGenerationChunk] = Job(lambda job: stream_reply(runtime, call, job), deliver)
-        runtime.scheduler.submit(job)
+        runtime.jobs.submit(job)
         return job
 
     def _call(
@@ -237,8 +265,10 @@ class ChatDLite(BaseChatModel):
             stops=(stop,) if isinstance(stop, str) else tuple(stop or ()),
             thread_id=thread_id,
             namespace=namespace,
+            sampling={name: given[name] for name in _SAMPLING},
+            max_tokens=given["max_tokens"],
+            max_draft=given["max_draft"],
             on_prefill=self.on_prefill,
-            **given,
         )
 
 
@@ -284,11 +314,9 @@ def _open_store(spec: Any, settings: Settings) -> Any:
     return open_store(spec, settings)
 
 
-def _chunk_of(kind: str, value: object) -> ChatGenerationChunk | None:
-    if kind == "failed":
-        assert isinstance(value, BaseException)
+def _chunk(value: object) -> ChatGenerationChunk:
+    """Return a delivered chunk, or raise a delivered error."""
+    if isinstance(value, BaseException):
         raise value
-    if kind == "done":
-        return None
     assert isinstance(value, ChatGenerationChunk)
     return value

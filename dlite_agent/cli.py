@@ -13,8 +13,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from dlite_agent import __version__
+from dlite_agent.arguments import positive
+from dlite_agent.bench.commands import add_bench
 from dlite_agent.config import Settings
 from dlite_agent.errors import DLiteError
+from dlite_agent.train.commands import add_training
 
 DEFAULT_MODEL = "qwen2.5-coder-1.5b"
 """The smallest registered model that completes the demo's task in all of its wordings."""
@@ -57,15 +60,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_run(commands)
     _add_demo(commands)
     _add_drafter(commands)
-    _add_bench(commands)
+    add_bench(commands)
+    add_training(commands)
     return parser
-
-
-def _positive(text: str) -> int:
-    """Read an argument that must be at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
-    return int(text)
 
 
 def _add_target(parser: argparse.ArgumentParser) -> None:
@@ -131,7 +128,7 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     _add_target(run)
     run.add_argument("--thread", default="default", help="conversation to start or resume (default: %(default)s)")
     run.add_argument("--workspace", type=Path, default=Path(), help="folder the agent may use (default: this one)")
-    run.add_argument("--max-tokens", type=_positive, default=1024, help="upper bound of tokens per reply")
+    run.add_argument("--max-tokens", type=positive, default=1024, help="upper bound of tokens per reply")
     run.set_defaults(command=_run)
 
 
@@ -157,9 +154,9 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     demo.add_argument("--no-kill", action="store_true", help="let one process do it all")
     demo.add_argument("--replay", type=Path, metavar="PATH", help="replay recorded sessions instead")
     demo.add_argument("--subset", metavar="NAME", help="a list of ids in PATH/subsets.json")
-    demo.add_argument("--limit", type=_positive, metavar="N", help="the first N sessions only")
+    demo.add_argument("--limit", type=positive, metavar="N", help="the first N sessions only")
     demo.add_argument("--session", action="append", default=[], metavar="ID", help="which ones (default: all)")
-    demo.add_argument("--max-tokens", type=_positive, default=None, help="upper bound of tokens per reply")
+    demo.add_argument("--max-tokens", type=positive, default=None, help="upper bound of tokens per reply")
     demo.set_defaults(command=_demo)
 
 
@@ -212,49 +209,6 @@ def _check_drafter(arguments: argparse.Namespace, settings: Settings, console: C
     console.print(f"{'drafts':20} {'equal' if report.drafts_equal else 'different'}", highlight=False)
     console.print("passed" if report.passed else "failed")
     return 0 if report.passed else 1
-
-
-def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    bench = commands.add_parser("bench", help="measure this machine")
-    kinds = bench.add_subparsers(required=True, metavar="WHAT")
-    verify = kinds.add_parser("verify", help="what a verify pass costs, by rows")
-    verify.add_argument(
-        "--model", default="smollm2-135m", help="registry name, folder or hub id (default: %(default)s)"
-    )
-    verify.add_argument("--quantize", choices=("int8", "none"), default="none")
-    verify.add_argument(
-        "--context", type=_positive, default=512, help="rows already in the cache (default: %(default)s)"
-    )
-    verify.add_argument("--repeats", type=_positive, default=15, help="timings per figure (default: %(default)s)")
-    verify.set_defaults(command=_bench_verify)
-
-
-def _bench_verify(arguments: argparse.Namespace, settings: Settings, console: Console) -> int:
-    import torch
-
-    from dlite_agent.bench.report import json_line
-    from dlite_agent.bench.verify_cost import measure
-    from dlite_agent.engine.target import Target
-    from dlite_agent.models import progress_bars, resolve
-
-    torch.set_num_threads(settings.threads)
-    with progress_bars() as progress:
-        folder = resolve(arguments.model, settings=settings, progress=progress)
-    target = Target.load(folder, quantize=_quantize(arguments), cache_dir=settings.home / "calibration")
-    costs = measure(target, context=arguments.context, repeats=arguments.repeats)
-    table = Table("products", "rows", "median ms", "min", "max", "over our 1 row", box=None, padding=(0, 2, 0, 0))
-    plain = costs["ours"][0].median_ms
-    figures = {}
-    for name, passes in costs.items():
-        for cost in passes:
-            ratio = cost.median_ms / plain
-            figures[f"{name}_{cost.num_rows}_over_1"] = round(ratio, 3)
-            numbers = (f"{cost.median_ms:.1f}", f"{cost.min_ms:.1f}", f"{cost.max_ms:.1f}", f"{ratio:.2f}")
-            table.add_row(name, str(cost.num_rows), *numbers)
-    console.print(table)
-    configuration = {"model": arguments.model, "quantize": arguments.quantize, "context": arguments.context}
-    print(json_line("verify", figures, **configuration))
-    return 0
 
 
 if __name__ == "__main__":

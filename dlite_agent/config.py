@@ -37,12 +37,14 @@ class Settings:
         home: Folder for models, calibration tables and the embedded server's data (`DLITE_HOME`).
         redis_url: Server to use instead of the embedded one (`REDIS_URL`), or None.
         threads: Compute threads for the target and the drafter (`DLITE_THREADS`).
+        device: Where the target and the drafter run: "cpu", "cuda" or "mps" (`DLITE_DEVICE`).
         offline: Never open a network connection (`DLITE_OFFLINE` or `HF_HUB_OFFLINE` set to 1).
     """
 
     home: Path = field(default_factory=_default_home)
     redis_url: str | None = field(default_factory=lambda: os.environ.get("REDIS_URL") or None)
     threads: int = field(default_factory=_default_threads)
+    device: str = field(default_factory=lambda: os.environ.get("DLITE_DEVICE") or "cpu")
     offline: bool = field(
         default_factory=lambda: "1" in (os.environ.get("DLITE_OFFLINE"), os.environ.get("HF_HUB_OFFLINE"))
     )

@@ -11,6 +11,7 @@
     |-- DrafterError
     |   |-- DrafterFormatError      a checkpoint that is not in a known format
     |   `-- DrafterMismatchError    a checkpoint made for another target
+    |-- EngineBusyError             too many texts wait for the engine
     |-- ContextLengthError          the prompt leaves no room in the model's context
     |-- PromptError
     |   `-- UnsupportedContentError message content the target cannot read (images, audio)
@@ -72,6 +73,10 @@ class DrafterFormatError(DrafterError):
 
 class DrafterMismatchError(DrafterError):
     """A drafter checkpoint was made for another target."""
+
+
+class EngineBusyError(DLiteError):
+    """Too many texts wait for the engine already."""
 
 
 class ContextLengthError(DLiteError, ValueError):

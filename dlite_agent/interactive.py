@@ -116,7 +116,7 @@ def _stopped_by_ctrl_c(model: ChatDLite) -> Iterator[None]:
     """Stop the engine first: LangGraph waits for its nodes before it lets a KeyboardInterrupt out."""
 
     def stop(signum: int, frame: Any) -> None:
-        model.runtime.scheduler.cancel_all()
+        model.runtime.jobs.cancel_all()
         signal.default_int_handler(signum, frame)
 
     before = signal.signal(signal.SIGINT, stop)

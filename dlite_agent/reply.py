@@ -1,4 +1,4 @@
-"""One call, from messages to the chunks of a reply; it runs on the engine's thread.
+"""One call, from messages to the chunks of a reply; it runs on a thread of its own and leaves the passes to the engine.
 
 session -> prompt text -> ids (stored ids kept where the text agrees) -> stored rows fetched -> decode
         -> text -> tool calls and text events -> chunks -> commit -> the last chunk with usage and statistics
@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ from dlite_agent.sessions.keys import session_id
 if TYPE_CHECKING:
     from dlite_agent.engine.constraint import TokenConstraint
     from dlite_agent.engine.decode import Step
-    from dlite_agent.engine.scheduler import Job
+    from dlite_agent.jobs import Job
     from dlite_agent.runtime import Runtime
     from dlite_agent.session_keeper import Committed, LiveSession, Reuse
 
@@ -53,6 +54,9 @@ class Call:
         stops: Strings that end the reply.
         thread_id: The session's thread, or None for a call that belongs to none (it is not stored).
         namespace: Checkpoint namespace inside the thread.
+        sampling: Fields of `engine.sampling.SamplingParams`.
+        max_tokens: Upper bound of tokens of the reply.
+        max_draft: Longest draft verified at once.
         on_prefill: Told (rows done, rows to do) after every prefill chunk, on the engine's thread.
     """
 
@@ -62,10 +66,7 @@ class Call:
     stops: tuple[str, ...]
     thread_id: str | None
     namespace: str
-    temperature: float
-    top_k: int
-    top_p: float
-    seed: int
+    sampling: Mapping[str, Any]
     max_tokens: int
     max_draft: int
     on_prefill: Callable[[int, int], None] | None = None
@@ -164,13 +165,15 @@ class _Reply:
         parser = StreamParser(self._runtime.template.dialect, _parameters(self._offered_tools()))
         stops = StopFilter(self._call.stops)
         raw: list[str] = []
-        for text in self._pieces(prompt, job):
-            raw.append(stops.feed(text))
-            yield from self._event_chunks(parser.feed(raw[-1]))
-            if stops.is_stopped:
-                break
+        with closing(self._pieces(prompt, job)) as pieces:
+            for text in pieces:
+                raw.append(stops.feed(text))
+                yield from self._event_chunks(parser.feed(raw[-1]))
+                if stops.is_stopped:
+                    break
         if job.is_cancelled:
             return
+        self._live.state.truncate(len(prompt) + self._tally.num_generated)  # the engine may be a step ahead
         finish_reason = self._finish_reason(stops)
         raw.append(stops.flush())
         yield from self._event_chunks(parser.feed(raw[-1]))
@@ -195,16 +198,16 @@ class _Reply:
         )
         return constraint
 
-    def _pieces(self, prompt: list[int], job: Job[Any]) -> Iterator[str]:
+    def _pieces(self, prompt: list[int], job: Job[Any]) -> Generator[str]:
         """Decode; yield the text of each step, possibly empty."""
-        from dlite_agent.engine.decode import Request, decode
+        from dlite_agent.engine.decode import Request
         from dlite_agent.engine.sampling import SamplingParams
         from dlite_agent.prompting.encoding import Detokenizer
 
         call, runtime = self._call, self._runtime
         request = Request(
             prompt_ids=prompt,
-            sampling=SamplingParams(call.temperature, call.top_k, call.top_p, call.seed),
+            sampling=SamplingParams(**call.sampling),
             max_new_tokens=call.max_tokens,
             end_ids=runtime.end_ids,
             constraint=self._constraint(),
@@ -213,7 +216,7 @@ class _Reply:
             on_prefill=call.on_prefill or (lambda done, total: None),
         )
         detokenizer = Detokenizer(runtime.encoder)
-        for step in decode(runtime.target, self._live.state, runtime.drafter, request):
+        for step in runtime.scheduler.decode(self._live.state, runtime.drafter, request):
             self._tally.add(step)
             yield "".join(detokenizer.push(token) for token in step.tokens if token not in runtime.end_ids)
         yield detokenizer.flush()

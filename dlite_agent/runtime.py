@@ -14,9 +14,11 @@ from dlite_agent.config import Settings
 from dlite_agent.constraints import GrammarFactory
 from dlite_agent.drafters.loading import NAMES, load_drafter
 from dlite_agent.drafters.protocol import Drafter
+from dlite_agent.engine.draft_length import AdaptiveLength, PassCost
 from dlite_agent.engine.scheduler import Scheduler
 from dlite_agent.engine.target import Quantization, Target
 from dlite_agent.errors import CorruptModelError
+from dlite_agent.jobs import JobRunner
 from dlite_agent.models import ModelProfile, profile_for, progress_bars, resolve
 from dlite_agent.prompting.encoding import PromptEncoder
 from dlite_agent.prompting.messages import to_template_messages
@@ -38,6 +40,7 @@ class Runtime:
     template: ChatTemplate
     grammars: GrammarFactory
     scheduler: Scheduler
+    jobs: JobRunner
     keeper: SessionKeeper
     profile: ModelProfile
     end_ids: frozenset[int]
@@ -49,7 +52,7 @@ class Runtime:
         return self.template.render(converted, tools)
 
 
-_loaded: dict[tuple[tuple[str, str | None, Settings], str, int], Runtime] = {}
+_loaded: dict[tuple[tuple[str, str | None, Settings], str, SessionStore | None], Runtime] = {}
 _loading = threading.Lock()
 
 
@@ -68,7 +71,7 @@ def shared_runtime(
     """
     chosen = profile_for(model).quantize if quantize == "auto" else quantize
     weights = (model, chosen, settings)
-    key = (weights, drafter, id(store))  # a runtime holds its store, so the id stays its own
+    key = (weights, drafter, store)
     with _loading:
         if key not in _loaded:
             sharing = next((r for (w, _, _), r in _loaded.items() if w == weights), None)
@@ -87,6 +90,7 @@ def close_all() -> None:
     with _loading:
         for runtime in _loaded.values():
             runtime.scheduler.close()
+            runtime.jobs.close()
         _loaded.clear()
 
 
@@ -104,7 +108,8 @@ def _load(
     with progress_bars() as progress:
         folder = resolve(model, settings=settings, progress=progress)
     tokenizer = _load_tokenizer(folder)
-    target = Target.load(folder, quantize=quantize, cache_dir=settings.home / "calibration")
+    calibration = settings.home / "calibration"
+    target = Target.load(folder, quantize=quantize, device=settings.device, cache_dir=calibration)
     end_ids = _end_ids(target, tokenizer)
     return Runtime(
         name=model,
@@ -117,7 +122,8 @@ def _load(
             eos_token=tokenizer.eos_token or "",
         ),
         grammars=GrammarFactory(tokenizer, vocab_size=target.vocab_size, eos_ids=sorted(end_ids)),
-        scheduler=Scheduler(),
+        scheduler=Scheduler(target, planner=AdaptiveLength(PassCost.of(target, folder=calibration))),
+        jobs=JobRunner(),
         keeper=SessionKeeper(target, store),
         profile=profile_for(model),
         end_ids=end_ids,

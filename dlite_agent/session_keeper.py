@@ -98,13 +98,17 @@ class SessionKeeper:
             target: The target whose KV rows are kept.
             store: Where sessions persist, or None to keep them in RAM only.
             block_tokens: Most tokens per stored block.
-            budget_bytes: RAM for the KV rows of sessions that no call uses.
+            budget_bytes: RAM for the KV rows of all sessions; those in use stay, the rest are dropped as need be.
         """
         self.target = target
         self.store = store
+        if store is not None and not target.is_restorable:
+            logger.warning("sessions of this model are kept in RAM only: KV rows alone do not restore it")
+            self.store = None
         self._block_tokens = block_tokens
         self._budget_bytes = budget_bytes
         self._idle: OrderedDict[str, LiveSession] = OrderedDict()
+        self._in_use: dict[int, LiveSession] = {}
         self._lock = threading.Lock()
 
     def checkout(self, key: str, *, is_stored: bool, snapshot_id: str | None = None) -> LiveSession:
@@ -121,6 +125,8 @@ class SessionKeeper:
         if live is None:
             live = LiveSession(sid, TargetState(self.target.new_cache()), np.empty(0, dtype=np.int32))
         live.known_ids = live.state.ids.copy()
+        with self._lock:
+            self._in_use[id(live)] = live
         if sid is not None:
             try:
                 self._take_lease(live, sid)
@@ -133,13 +139,16 @@ class SessionKeeper:
     def checkin(self, key: str, live: LiveSession) -> None:
         """Give a session back; if another call did so meanwhile, the later one stays."""
         with self._lock:
+            self._in_use.pop(id(live), None)
             self._idle[key] = live
             self._idle.move_to_end(key)
-            total = sum(session.state.cache.nbytes for session in self._idle.values())
+            held = [*self._idle.values(), *self._in_use.values()]
+            total = sum(session.state.cache.nbytes for session in held)
             while total > self._budget_bytes and len(self._idle) > 1:
                 _, dropped = self._idle.popitem(last=False)
                 total -= dropped.state.cache.nbytes
 
+    @torch.inference_mode()
     def restore(self, live: LiveSession, prompt: Ids) -> Reuse:
         """Fetch stored rows that agree with the prompt and are not in RAM, up to the first that is missing."""
         state = live.state
@@ -156,6 +165,7 @@ class SessionKeeper:
         restored = self._fetch(live, prompt, usable)
         return Reuse(0, restored, 0 if is_guess or restored == usable else 1)
 
+    @torch.inference_mode()
     def restore_pivot(self, live: LiveSession, snapshot: Snapshot) -> bool:
         """Fetch all rows and the pivot of a snapshot, to continue behind its last token; False if any is gone."""
         assert self.store is not None
@@ -173,6 +183,7 @@ class SessionKeeper:
         live.state.pivot = pivot
         return True
 
+    @torch.inference_mode()
     def commit(self, live: LiveSession) -> Committed | None:
         """Store what the session gained since its last commit; None if it is not stored or the store failed.
 

@@ -21,9 +21,10 @@ from dlite_agent.drafters.dlite import DLiteConfig, DLiteModel
 from dlite_agent.drafters.null import NullDrafter
 from dlite_agent.drafters.protocol import DraftView, Proposal
 from dlite_agent.engine.decode import Request, decode
+from dlite_agent.engine.families import FAMILIES
 from dlite_agent.engine.sampling import SamplingParams
 from dlite_agent.engine.state import TargetState
-from dlite_agent.engine.target import FAMILIES, Quantization, Target
+from dlite_agent.engine.target import Quantization, Target
 from dlite_agent.errors import UnsupportedModelError
 
 _SHAPE: dict[str, Any] = {
@@ -37,19 +38,48 @@ _SHAPE: dict[str, Any] = {
     "max_position_embeddings": 512,
     "initializer_range": 0.2,  # large enough, and not tied, so that the most likely token changes from row to row
     "tie_word_embeddings": False,
+    "pad_token_id": None,  # some families' own lie beyond this vocabulary
+    "bos_token_id": None,
+    "eos_token_id": None,
 }
 _SLIDING_WINDOW = 8
+_LAYER_TYPES = {  # the two kinds a family alternates between
+    "gemma3_text": ("sliding_attention", "full_attention"),
+    "olmo3": ("sliding_attention", "full_attention"),
+    "lfm2": ("conv", "full_attention"),
+    "qwen3_5_text": ("linear_attention", "full_attention"),
+}
+_FAMILY_FIELDS: dict[str, dict[str, Any]] = {
+    "gemma3_text": {"sliding_window": _SLIDING_WINDOW},
+    "mistral": {"sliding_window": _SLIDING_WINDOW},
+    "olmo3": {"sliding_window": _SLIDING_WINDOW},
+    "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.4},
+    "qwen3_5_text": {
+        "partial_rotary_factor": 0.5,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
+}
 
 
 def tiny_target(
-    family: str = "llama", seed: int = 0, *, quantize: Quantization | None = None, **overrides: Any
+    family: str = "llama",
+    seed: int = 0,
+    *,
+    quantize: Quantization | None = None,
+    exact: bool = False,
+    **overrides: Any,
 ) -> Target:
     """Make a target with random weights, in memory.
 
     Args:
-        family: One of `engine.target.FAMILIES`; "gemma3_text" has layers that slide over 8 tokens and full ones.
+        family: One of `engine.families.FAMILIES`. The layers of "mistral" slide over 8 tokens, every other one of
+            "gemma3_text" and "olmo3" does, and every other one of "lfm2" and "qwen3_5_text" is recurrent.
         seed: Names the weights.
         quantize: As for `Target`.
+        exact: As for `Target`.
         **overrides: Fields of the family's transformers configuration.
 
     Raises:
@@ -64,26 +94,29 @@ def tiny_target(
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         _roughen(model)
-    facts = json.dumps([family, seed, quantize, overrides], sort_keys=True, default=str)
+    facts = json.dumps([family, seed, quantize, exact, overrides], sort_keys=True, default=str)
     fingerprint = hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
-    return Target(model, fingerprint=fingerprint, quantize=quantize)
+    return Target(model, fingerprint=fingerprint, quantize=quantize, exact=exact)
 
 
 def _fields(family: str, overrides: dict[str, Any]) -> dict[str, Any]:
-    fields = _SHAPE | overrides
-    if family == "gemma3_text":
-        kinds = ("sliding_attention", "full_attention")
-        layer_types = [kinds[layer % 2] for layer in range(fields["num_hidden_layers"])]
-        fields = {"sliding_window": _SLIDING_WINDOW, "layer_types": layer_types, **fields}
+    fields = _SHAPE | _FAMILY_FIELDS.get(family, {}) | overrides
+    if kinds := _LAYER_TYPES.get(family):
+        fields = {"layer_types": [kinds[layer % 2] for layer in range(fields["num_hidden_layers"])], **fields}
     return fields
 
 
 @torch.no_grad()
 def _roughen(model: torch.nn.Module) -> None:
-    """Move norms and biases away from one and zero, where a mistake in them would not show."""
-    for parameter in model.parameters():
+    """Move norms and biases away from one and zero, where a mistake in them would not show.
+
+    A delta rule's decay is slowed down: as it is initialized, it forgets everything within two or three rows.
+    """
+    for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
+        if name.endswith("A_log"):
+            parameter.sub_(4)
 
 
 def random_dlite(target: Target, *, group: int = 1, num_drafts: int = 7, seed: int = 0, **overrides: Any) -> DLiteModel:
@@ -127,8 +160,11 @@ class ScriptedDrafter:
         self.tokens = list(tokens)
         self.start = start
 
-    def propose(self, view: DraftView) -> Proposal:
-        """Return the script from the view's end on; nothing before it begins or behind it ends."""
+    def propose(self, views: Sequence[DraftView]) -> list[Proposal]:
+        """Return the script from each view's end on; nothing before it begins or behind it ends."""
+        return [self._propose(view) for view in views]
+
+    def _propose(self, view: DraftView) -> Proposal:
         offset = len(view.ids) + len(view.drafted) - self.start
         return Proposal(self.tokens[offset : offset + view.max_tokens] if offset >= 0 else (), self.name)
 
@@ -144,8 +180,11 @@ class TargetDrafter:
         self.sampling = sampling or SamplingParams()
         self._state = TargetState(target.new_cache())
 
-    def propose(self, view: DraftView) -> Proposal:
-        """Decode the next `view.max_tokens` tokens plainly."""
+    def propose(self, views: Sequence[DraftView]) -> list[Proposal]:
+        """Decode the next `view.max_tokens` tokens of each text plainly."""
+        return [self._propose(view) for view in views]
+
+    def _propose(self, view: DraftView) -> Proposal:
         request = Request([*view.ids.tolist(), *view.drafted], sampling=self.sampling, max_new_tokens=view.max_tokens)
         steps = decode(self.target, self._state, NullDrafter(), request)
         return Proposal([token for step in steps for token in step.tokens], self.name)

@@ -20,6 +20,7 @@ from langgraph.graph import END, START, StateGraph
 from langgraph.graph.message import add_messages
 
 from dlite_agent import ChatDLite, Settings
+from dlite_agent.engine.draft_length import FixedLength
 from dlite_agent.errors import ConfigError, DLiteError, StoreUnavailableError, UnsupportedContentError
 from dlite_agent.runtime import close_all
 from dlite_agent.sessions.embedded import EmbeddedServer
@@ -162,6 +163,33 @@ def test_stop_strings_end_the_text_before_them(model: ChatDLite) -> None:
     assert message.content == whole[: whole.index(stop)]
     assert message.response_metadata["finish_reason"] == "stop"
     assert message.response_metadata["dlite"]["raw"] == message.content  # nothing behind it enters the next prompt
+
+
+def test_a_stop_string_inside_an_accepted_draft_is_never_shown(
+    model: ChatDLite, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A text that repeats itself is drafted several tokens at a time, and the engine may be a pass ahead."""
+    monkeypatch.setattr(model.runtime.scheduler, "_planner", FixedLength())  # whatever a pass costs here
+    options: dict[str, Any] = {"max_tokens": 80, "logit_bias": {64: 3.0}}
+    reply = model.invoke("hello", **options)
+    whole = str(reply.content)
+    assert sum(stats(reply)["accepted"].values()) > 5
+    for start in range(0, len(whole) - 4, 3):
+        stop = whole[start : start + 4]
+        chunks = [str(chunk.content) for chunk in model.stream("hello", stop=[stop], **options)]
+        assert "".join(chunks) == whole[: whole.index(stop)]
+        assert not any(stop in "".join(chunks[:n]) for n in range(len(chunks)))
+
+
+def test_sampling_options_reach_the_engine(model: ChatDLite) -> None:
+    plain = model.invoke("hello").content
+    assert model.invoke("hello", logit_bias={71: 1e4}, max_tokens=3).content == "hhh"
+    assert model.invoke("hello", repetition_penalty=50.0).content != plain
+    assert model.invoke("hello", presence_penalty=50.0).content != plain
+    assert model.invoke("hello", frequency_penalty=50.0).content != plain
+    warm = model.bind(temperature=5.0, seed=1)
+    assert warm.invoke("hello").content != plain
+    assert warm.bind(min_p=1.0).invoke("hello").content == plain
 
 
 def test_text_that_is_no_unicode_is_read_with_replacements(model: ChatDLite) -> None:

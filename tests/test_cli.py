@@ -105,7 +105,7 @@ def golden(tmp_path: Path) -> Path:
             "target_embedding": target.embedding,
             "draft_hidden": hidden,
             "forced_tokens": drafts[0],
-            "forced_logits": model.forced(hidden, anchors, drafts)[0],
+            "forced_logits": model.forced(hidden, anchors, drafts, target.embedding)[0],
             "greedy_logits": logits[0],
             "greedy_drafts": drafts[0],
         }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dlite_agent.drafters import checkpoint
-from dlite_agent.drafters.dlite import DLiteDrafter, DLiteModel
+from dlite_agent.drafters import checkpoint, loading
+from dlite_agent.drafters.dlite import AGENT_V1, DLiteDrafter, DLiteModel
 from dlite_agent.drafters.hybrid import HybridDrafter
-from dlite_agent.drafters.loading import load_drafter
+from dlite_agent.drafters.loading import load_drafter, trained_for
 from dlite_agent.drafters.lookup import LookupDrafter
 from dlite_agent.drafters.null import NullDrafter
 from dlite_agent.engine.decode import Request, decode
 from dlite_agent.engine.state import TargetState
 from dlite_agent.engine.target import Target
 from dlite_agent.errors import DrafterError, DrafterFormatError, DrafterMismatchError
-from dlite_agent.testing import random_dlite, tiny_target
+from dlite_agent.testing import random_dlite, tiny_target, write_tiny_chat_model
 
 LAYERS = 6
 FEATURES = (0, 1, 4, 5)
@@ -323,6 +324,111 @@ def test_loading_a_drafter_makes_the_target_take_the_features_it_reads(model: DL
     both = load_drafter(str(folder), target)
     assert isinstance(both, HybridDrafter)
     assert [type(drafter) for drafter in both.drafters] == [LookupDrafter, DLiteDrafter]
+
+
+@pytest.fixture
+def agent_folder(tmp_path: Path) -> Path:
+    fields: dict[str, Any] = {
+        "version": AGENT_V1,
+        "draft_vocab_size": 40,
+        "has_confidence": True,
+        "has_mask_embedding": True,
+    }
+    model = random_dlite(wide_target(), group=2, target_layer_ids=FEATURES, **fields)
+    model.draft_to_target.copy_(torch.arange(40) * 4)
+    checkpoint.save(model, tmp_path / "agent", dtype=torch.bfloat16)
+    return tmp_path / "agent"
+
+
+def test_our_version_is_saved_and_loaded(agent_folder: Path) -> None:
+    loaded = checkpoint.load(agent_folder, dtype=torch.float32)
+    assert loaded.config.version == AGENT_V1
+    assert loaded.draft_to_target.tolist() == list(range(0, 160, 4))
+    assert {parameter.dtype for parameter in loaded.parameters()} == {torch.float32}
+    checkpoint.save(loaded, agent_folder.parent / "again")
+    again = checkpoint.load(agent_folder.parent / "again")
+    assert again.config == loaded.config
+    assert equal_weights(again, loaded)
+    names = set(load_file(agent_folder / "model.safetensors"))
+    ours = {"draft_to_target", "mask_embedding", "sequential_head.prev_token_proj.weight"}
+    ours |= {"sequential_head.confidence_proj.weight", "sequential_head.confidence_proj.bias"}
+    assert ours < names
+    assert "sequential_head.prev_token_embedding.weight" not in names
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("draft_vocab_size", None),
+        ("draft_vocab_size", "40"),
+        ("draft_vocab_size", 0),
+        ("draft_vocab_size", 161),
+        ("draft_vocab_size", 41),
+        ("confidence_head", None),
+        ("confidence_head", 1),
+        ("confidence_head", False),
+        ("mask_embedding", "true"),
+        ("mask_embedding", False),
+        ("architecture_version", "dlite_v1"),
+    ],
+)
+def test_a_wrong_field_of_our_version_is_named(agent_folder: Path, field: str, value: object) -> None:
+    change_config(agent_folder, lambda fields: fields["dlite_config"].update({field: value}))
+    with pytest.raises(DrafterFormatError, match=f"{field}|draft_to_target|confidence_proj|tensor|lacks"):
+        checkpoint.load(agent_folder)
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        torch.arange(40).flip(0).int(),
+        torch.arange(40).int() - 1,
+        torch.arange(40).int() + 121,
+        torch.zeros(40).int(),
+        torch.arange(40),
+        torch.arange(40).float(),
+        torch.arange(39).int(),
+    ],
+    ids=["descending", "negative", "too large", "repeated", "int64", "float", "too few"],
+)
+def test_a_draft_vocabulary_that_cannot_be_is_refused(agent_folder: Path, ids: torch.Tensor) -> None:
+    change_tensors(agent_folder, lambda tensors: tensors.update(draft_to_target=ids))
+    with pytest.raises(DrafterFormatError, match="draft_to_target"):
+        checkpoint.load(agent_folder)
+
+
+def test_a_drafter_that_was_trained_for_the_target_is_found(tmp_path: Path) -> None:
+    target = Target.load(write_tiny_chat_model(tmp_path / "models" / "tiny-chat"))
+    trained = tmp_path / "trained"
+    other = random_dlite(wide_target())
+    fitting = random_dlite(target, group=2)
+    checkpoint.save(fitting, trained / "a", target_names=["someone/else"])
+    checkpoint.save(other, trained / "b", target_names=["tiny-chat"])
+    checkpoint.save(fitting, trained / "c")
+    assert trained_for(target, folder=trained) is None
+    checkpoint.save(fitting, trained / "d", target_names=["hub/tiny", "tiny-chat"])
+    assert trained_for(target, folder=trained) == trained / "d"
+    assert trained_for(target, folder=tmp_path / "nothing") is None
+    change_config(trained / "d", lambda fields: fields["dlite_config"].update(target_names="tiny-chat"))
+    with pytest.raises(DrafterFormatError, match="target_names"):
+        trained_for(target, folder=trained)
+
+
+def test_a_drafter_of_a_hub_model_is_found_by_its_id(tmp_path: Path) -> None:
+    cached = tmp_path / "hub" / "models--org--tiny-chat" / "snapshots" / "0123abcd"
+    target = Target.load(write_tiny_chat_model(cached))
+    checkpoint.save(random_dlite(target), tmp_path / "trained" / "tiny", target_names=["org/tiny-chat"])
+    assert trained_for(target, folder=tmp_path / "trained") == tmp_path / "trained" / "tiny"
+
+
+def test_auto_is_lookup_and_the_trained_drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Target.load(write_tiny_chat_model(tmp_path / "tiny-chat"))
+    assert isinstance(load_drafter("auto", target), LookupDrafter)
+    checkpoint.save(random_dlite(target), tmp_path / "trained" / "tiny", target_names=["tiny-chat"])
+    monkeypatch.setattr(loading, "trained_for", partial(trained_for, folder=tmp_path / "trained"))
+    auto = load_drafter("auto", target)
+    assert isinstance(auto, HybridDrafter)
+    assert [drafter.name for drafter in auto.drafters] == ["lookup", "dlite"]
 
 
 def test_drafters_are_known_by_name_and_unknown_ones_are_an_error(llama: Target, tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dlite_agent.drafters import checkpoint, golden
-from dlite_agent.drafters.dlite import DLiteConfig, DLiteDrafter, DLiteModel
+from dlite_agent.drafters.dlite import AGENT_V1, DLiteConfig, DLiteDrafter, DLiteModel
 from dlite_agent.drafters.pivot import pivot_layer_ids
 from dlite_agent.drafters.protocol import DraftView
 from dlite_agent.engine.target import Target
@@ -57,6 +59,8 @@ class Reference:
         self.weights: dict[str, Array] = {name: tensor.double().numpy() for name, tensor in tensors.items()}
         self.config = config
         self.embedding: Array = embedding.double().numpy()
+        ids = tensors.get("draft_to_target", torch.arange(config.vocab_size))
+        self.draft_to_target: list[int] = ids.tolist()
 
     def norm(self, x: Array, name: str) -> Array:
         return rms_norm(x, self.weights[f"{name}.weight"], self.config.rms_norm_eps)
@@ -88,7 +92,9 @@ class Reference:
         config = self.config
         depth = self.weights["layer_depth_embedding.weight"][list(config.target_layer_ids)]
         context = self.norm(pivot + depth, "context_norm")
-        block = self.embedding[anchors + [config.mask_token_id] * config.num_drafts]
+        is_learned = "mask_embedding" in self.weights
+        mask = self.weights["mask_embedding"] if is_learned else self.embedding[config.mask_token_id]
+        block = np.concatenate([self.embedding[anchors], np.tile(mask, (config.num_drafts, 1))])
         for index in range(config.num_hidden_layers):
             layer = f"layers.{index}"
             block = block + self.attention(self.norm(block, f"{layer}.input_layernorm"), context, f"{layer}.self_attn")
@@ -99,7 +105,10 @@ class Reference:
         return self.norm(block, "norm")[-config.num_drafts :]
 
     def advanced(self, state: Array, token: int) -> Array:
-        previous = self.weights["sequential_head.prev_token_embedding.weight"][token]
+        if self.config.version == "dlite_agent_v1":
+            previous = self.project(self.embedding[token], "sequential_head.prev_token_proj")
+        else:
+            previous = self.weights["sequential_head.prev_token_embedding.weight"][token]
         both = self.project(np.concatenate([state, previous]), "sequential_head.state_proj")
         gate, candidate = both[: len(state)], both[len(state) :]
         return sigmoid(gate) * state + (1 - sigmoid(gate)) * np.tanh(candidate)
@@ -114,9 +123,22 @@ class Reference:
             state = self.advanced(state, previous)
             fused = self.project(np.concatenate([state, hidden[k]]), "sequential_head.state_hidden_mlp")
             logits.append(self.weights["sequential_head.output_proj.weight"] @ fused)
-            tokens.append(int(logits[-1].argmax()))
+            tokens.append(self.draft_to_target[int(logits[-1].argmax())])
             previous = tokens[-1] if forced is None else forced[k]
         return Expected(hidden, np.stack(logits), tokens)
+
+
+def with_vocabulary(model: DLiteModel, *, seed: int = 0) -> DLiteModel:
+    """Let a model of our version write some tokens here and there, not just the first ones."""
+    if model.config.version == AGENT_V1:
+        some = np.random.default_rng(seed).permutation(model.config.vocab_size)[: model.config.draft_vocab_size]
+        model.draft_to_target.copy_(torch.from_numpy(np.sort(some)))
+    return model
+
+
+def agent_dlite(target: Target, **overrides: Any) -> DLiteModel:
+    fields = {"version": AGENT_V1, "draft_vocab_size": 40, "has_confidence": True, "has_mask_embedding": True}
+    return with_vocabulary(random_dlite(target, group=2, **{**fields, **overrides}))
 
 
 def write_golden(folder: Path, model: DLiteModel, *, seed: int = 0) -> None:
@@ -193,13 +215,16 @@ def test_the_reference_here_meets_the_recorded_vectors_too(golden_vectors: Path,
         {"num_attention_heads": 6, "num_key_value_heads": 1, "head_dim": 10},
         {"num_attention_heads": 2, "num_key_value_heads": 2, "attention_bias": True},
         {"group": 2, "rms_norm_eps": 0.1, "mask_token_id": 3, "sequential_rank": 5},
+        {"version": AGENT_V1, "draft_vocab_size": 40},
+        {"version": AGENT_V1, "draft_vocab_size": 160, "group": 2, "mask_token_id": 7},
+        {"version": AGENT_V1, "draft_vocab_size": 40, "group": 2, "has_confidence": True, "has_mask_embedding": True},
     ],
     ids=str,
 )
 def test_random_checkpoints_compute_the_formulas(tmp_path: Path, overrides: dict[str, Any]) -> None:
     target = tiny_target("qwen3", num_hidden_layers=6)
     for seed in range(3):
-        write_golden(tmp_path, random_dlite(target, seed=seed, **overrides), seed=seed)
+        write_golden(tmp_path, with_vocabulary(random_dlite(target, seed=seed, **overrides), seed=seed), seed=seed)
         report = golden.check(tmp_path)
         assert report.passed, report
         assert report.hidden_error < 1e-5
@@ -249,12 +274,12 @@ def view_of(ids: list[int], target: Target, *, max_tokens: int = 7, drafted: tup
 @pytest.mark.parametrize("group", [1, 2])
 def test_what_came_before_the_anchors_and_where_they_stand_changes_nothing(llama: Target, group: int) -> None:
     drafter = DLiteDrafter(random_dlite(llama, group=group), llama.embedding)
-    expected = list(drafter.propose(view_of([8, 9], llama)).tokens)
+    expected = list(drafter.propose([view_of([8, 9], llama)])[0].tokens)
     assert len(expected) == 7
     for length in (1, 2, 300, 100_000):
         for seed in (0, 1):
             before = np.random.default_rng(seed).integers(0, 160, size=length).tolist()
-            assert list(drafter.propose(view_of([*before, 8, 9], llama)).tokens) == expected
+            assert list(drafter.propose([view_of([*before, 8, 9], llama)])[0].tokens) == expected
 
 
 @pytest.mark.parametrize("group", [1, 2])
@@ -289,25 +314,146 @@ def test_a_batch_is_drafted_as_its_rows_are(llama: Target) -> None:
             one, one_logits = model.greedy(pivot[[row]], anchors[[row]], llama.embedding, num_tokens=7)
             assert torch.equal(tokens[[row]], one)
             assert torch.allclose(logits[[row]], one_logits, atol=1e-5)
-        forced = model.forced(model.hidden(pivot, anchors, llama.embedding), anchors, tokens)
+        forced = model.forced(model.hidden(pivot, anchors, llama.embedding), anchors, tokens, llama.embedding)
         assert torch.allclose(forced, logits, atol=1e-6)
 
 
 def test_a_shorter_draft_is_the_beginning_of_a_longer_one(llama: Target) -> None:
     drafter = DLiteDrafter(random_dlite(llama, group=2), llama.embedding)
-    whole = list(drafter.propose(view_of([4, 8, 9], llama, max_tokens=50)).tokens)
+    whole = list(drafter.propose([view_of([4, 8, 9], llama, max_tokens=50)])[0].tokens)
     assert len(whole) == 7  # K, however much is asked for
     for length in range(1, 7):
-        assert list(drafter.propose(view_of([4, 8, 9], llama, max_tokens=length)).tokens) == whole[:length]
+        assert list(drafter.propose([view_of([4, 8, 9], llama, max_tokens=length)])[0].tokens) == whole[:length]
 
 
-def test_nothing_is_drafted_behind_forced_tokens_or_without_room_pivot_or_anchors(llama: Target) -> None:
+def test_nothing_is_drafted_without_room_pivot_or_anchors(llama: Target) -> None:
     drafter = DLiteDrafter(random_dlite(llama, group=2), llama.embedding)
-    assert list(drafter.propose(view_of([4, 8], llama, drafted=(5,))).tokens) == []
-    assert list(drafter.propose(view_of([4, 8], llama, max_tokens=0)).tokens) == []
-    assert list(drafter.propose(view_of([8], llama)).tokens) == []
+    assert list(drafter.propose([view_of([4, 8], llama, drafted=(5,) * 7)])[0].tokens) == []
+    assert list(drafter.propose([view_of([4, 8], llama, max_tokens=0)])[0].tokens) == []
+    assert list(drafter.propose([view_of([8], llama)])[0].tokens) == []
     without = DraftView(np.array([4, 8], dtype=np.int32), (), None, 7)
-    assert list(drafter.propose(without).tokens) == []
+    assert list(drafter.propose([without])[0].tokens) == []
+
+
+@pytest.mark.parametrize("make", [partial(random_dlite, group=2), agent_dlite], ids=["dlite_v1", "dlite_agent_v1"])
+def test_a_draft_goes_on_behind_tokens_that_stand_already(llama: Target, make: Callable[[Target], DLiteModel]) -> None:
+    model = make(llama)
+    drafter = DLiteDrafter(model, llama.embedding)
+    (whole,) = drafter.propose([view_of([4, 8], llama)])
+    for count in (1, 3, 6):
+        own = tuple(whole.tokens[:count])
+        (rest,) = drafter.propose([view_of([4, 8], llama, drafted=own)])
+        assert list(rest.tokens) == list(whole.tokens[count:])
+        assert list(rest.confidence) == pytest.approx(list(whole.confidence[count:]), abs=1e-6)
+    forced, pivot = [150, 3, 150], view_of([4, 8], llama).pivot
+    assert pivot is not None
+    (behind,) = drafter.propose([view_of([4, 8], llama, drafted=tuple(forced), max_tokens=2)])
+    anchors, tokens = torch.tensor([[4, 8]]), [*forced]
+    hidden = model.hidden(pivot.unsqueeze(0), anchors, llama.embedding)
+    for _ in range(2):
+        padded = torch.tensor([[*tokens, 0]])
+        tokens.append(int(model.likeliest(0, model.forced(hidden, anchors, padded, llama.embedding)[:, -1])))
+    assert list(behind.tokens) == tokens[3:]
+    states = model.states(anchors, torch.tensor([tokens]), llama.embedding)
+    if model.config.has_confidence:
+        sure = torch.sigmoid(model.sequential_head.confidence_logits(states, hidden[:, :5]))
+    else:
+        sure = torch.softmax(model.sequential_head.logits(states, hidden[:, :5]), dim=-1).amax(dim=-1)
+    assert list(behind.confidence) == pytest.approx(sure[0, 3:].tolist(), abs=1e-5)
+    assert list(behind.confidence) != pytest.approx(list(whole.confidence[3:5]), abs=1e-4)
+
+
+def test_our_version_writes_its_vocabulary_and_says_how_sure_it_is(llama: Target) -> None:
+    model = agent_dlite(llama)
+    drafter = DLiteDrafter(model, llama.embedding)
+    pivots = [llama.forward([n, 2, 3], llama.new_cache()).features[-1] for n in range(20)]
+    views = [replace(view_of([5, 9 + n], llama), pivot=pivot) for n, pivot in enumerate(pivots)]
+    proposals = drafter.propose(views)
+    written = {token for proposal in proposals for token in proposal.tokens}
+    assert len(written) > 3
+    assert written <= set(model.draft_to_target.tolist())
+    assert max(written) >= 40
+    head = model.sequential_head
+    for view, proposal in zip(views, proposals, strict=True):
+        anchors, tokens = torch.tensor([[5, int(view.ids[-1])]]), torch.tensor([list(proposal.tokens)])
+        assert view.pivot is not None
+        hidden, states = (
+            model.hidden(view.pivot[None], anchors, llama.embedding),
+            model.states(anchors, tokens, llama.embedding),
+        )
+        weight, bias = head.confidence_proj.weight[0], head.confidence_proj.bias
+        expected = torch.sigmoid(hidden[0] @ weight[:32] + states[0] @ weight[32:] + bias)
+        assert list(proposal.confidence) == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+def test_without_a_confidence_head_it_is_the_probability_of_the_token(llama: Target) -> None:
+    for model in (random_dlite(llama, group=2), agent_dlite(llama, has_confidence=False)):
+        view = view_of([4, 8], llama)
+        (proposal,) = DLiteDrafter(model, llama.embedding).propose([view])
+        assert view.pivot is not None
+        anchors, tokens = torch.tensor([[4, 8]]), torch.tensor([list(proposal.tokens)])
+        hidden = model.hidden(view.pivot[None], anchors, llama.embedding)
+        likely = torch.softmax(model.forced(hidden, anchors, tokens, llama.embedding), dim=-1).amax(dim=-1)
+        assert list(proposal.confidence) == pytest.approx(likely[0].tolist(), abs=1e-5)
+
+
+def test_a_view_that_draws_sees_only_what_the_head_can_write(llama: Target) -> None:
+    model = agent_dlite(llama)
+    seen: list[torch.Tensor] = []
+
+    def draw(logits: torch.Tensor, k: int) -> tuple[int, torch.Tensor | None]:
+        assert k == len(seen)  # counted from where the proposal begins
+        seen.append(logits.clone())
+        return int(logits.argmax()), torch.softmax(logits, dim=-1)
+
+    view = view_of([4, 8], llama, drafted=(5, 6))
+    (plain,) = DLiteDrafter(model, llama.embedding).propose([view])
+    (drawn,) = DLiteDrafter(model, llama.embedding).propose([replace(view, draw=draw)])
+    assert list(drawn.tokens) == list(plain.tokens)
+    assert len(seen) == len(drawn.distributions) == 5
+    assert all(q.shape == (llama.vocab_size,) for q in drawn.distributions)
+    for logits in seen:
+        assert logits.isfinite().nonzero().flatten().tolist() == model.draft_to_target.tolist()
+
+
+def test_training_after_drafting_is_possible(llama: Target) -> None:
+    model = agent_dlite(llama)
+    DLiteDrafter(model, llama.embedding).propose([view_of([4, 8], llama)])
+    model.requires_grad_(True)
+    pivot = view_of([4, 8], llama).pivot
+    assert pivot is not None
+    roll = model.roll(
+        pivot[None].clone(), torch.tensor([[4, 8]]), llama.embedding, num_tokens=3, choose=model.likeliest
+    )
+    head = model.sequential_head
+    (roll.logits.sum() + head.confidence_logits(roll.states, roll.hidden).sum()).backward()  # type: ignore[no-untyped-call]
+    assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
+
+
+def test_views_drafted_together_get_what_each_gets_alone(llama: Target) -> None:
+    drafter = DLiteDrafter(random_dlite(llama, group=2), llama.embedding)
+    views = [
+        view_of([4, 8, 9], llama, max_tokens=3),
+        view_of([4, 8], llama, drafted=(5,)),
+        view_of([1, 2, 3], llama, max_tokens=7),
+        view_of([7], llama),
+    ]
+    together = drafter.propose(views)
+    assert [list(p.tokens) for p in together] == [list(drafter.propose([view])[0].tokens) for view in views]
+    assert [len(p.tokens) for p in together] == [3, 6, 7, 0]
+    assert all(len(p.confidence) == len(p.tokens) for p in together)
+
+
+def test_a_view_may_say_how_tokens_are_drawn(llama: Target) -> None:
+    drafter = DLiteDrafter(random_dlite(llama, group=1), llama.embedding)
+    q = torch.full((llama.vocab_size,), 1 / llama.vocab_size)
+    drawn = replace(view_of([4, 8], llama), draw=lambda logits, k: (10 + k, q))
+    plain = view_of([4, 8], llama)
+    first, second = drafter.propose([drawn, plain])
+    assert list(first.tokens) == [10, 11, 12, 13, 14, 15, 16]
+    assert len(first.distributions) == 7
+    assert list(second.tokens) == list(drafter.propose([plain])[0].tokens)
+    assert list(second.distributions) == []
 
 
 @pytest.mark.parametrize(
@@ -323,12 +469,28 @@ def test_nothing_is_drafted_behind_forced_tokens_or_without_room_pivot_or_anchor
         ("hidden_size", 0),
         ("sequential_rank", 0),
         ("num_hidden_layers", 0),
+        ("draft_vocab_size", 5),
     ],
 )
 def test_a_shape_that_cannot_work_is_refused(llama: Target, field: tuple[str, int]) -> None:
     name, value = field
     with pytest.raises(ConfigError, match=f"{name} is {value}"):
         random_dlite(llama, **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "match"),
+    [
+        ({"version": "dlite_v2"}, "version is 'dlite_v2'"),
+        ({"version": AGENT_V1}, "draft_vocab_size is 0"),
+        ({"version": AGENT_V1, "draft_vocab_size": 161}, "draft_vocab_size is 161"),
+        ({"has_confidence": True}, "confidence head"),
+        ({"has_mask_embedding": True}, "learned mask"),
+    ],
+)
+def test_a_version_with_what_it_does_not_have_is_refused(llama: Target, overrides: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        random_dlite(llama, **overrides)
 
 
 def test_a_drafter_for_the_published_shape_reads_the_published_layers() -> None:

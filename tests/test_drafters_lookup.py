@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dlite_agent.drafters.hybrid import HybridDrafter
 from dlite_agent.drafters.lookup import LookupDrafter
 from dlite_agent.drafters.null import NullDrafter
-from dlite_agent.drafters.protocol import DraftView
+from dlite_agent.drafters.protocol import Drafter, DraftView, Proposal
 from dlite_agent.errors import ConfigError
 from dlite_agent.testing import ScriptedDrafter
 
@@ -31,6 +31,11 @@ def searched(ids: Sequence[int], *, min_match: int, max_match: int) -> int | Non
     return None
 
 
+def proposed(drafter: Drafter, view: DraftView) -> Proposal:
+    (proposal,) = drafter.propose([view])
+    return proposal
+
+
 @settings(max_examples=400, deadline=None, derandomize=True, database=None)
 @given(
     ids=st.lists(st.integers(0, 2), min_size=1, max_size=40),
@@ -44,7 +49,7 @@ def test_the_proposal_is_what_followed_the_longest_latest_match(
 ) -> None:
     drafter = LookupDrafter(min_match=min_match, max_match=min_match + extra)
     cut = max(1, len(ids) - num_drafted)
-    proposal = drafter.propose(view_of(ids[:cut], ids[cut:], max_tokens=max_tokens))
+    proposal = proposed(drafter, view_of(ids[:cut], ids[cut:], max_tokens=max_tokens))
     end = searched(ids, min_match=min_match, max_match=min_match + extra)
     assert list(proposal.tokens) == ([] if end is None else ids[end : end + max_tokens])
     assert proposal.source == "lookup"
@@ -53,22 +58,22 @@ def test_the_proposal_is_what_followed_the_longest_latest_match(
 
 @pytest.mark.parametrize("ids", [[], [1], [1, 2], [1, 2, 3, 4]], ids=str)
 def test_nothing_is_proposed_without_a_match(ids: list[int]) -> None:
-    assert list(LookupDrafter().propose(view_of(ids)).tokens) == []
+    assert list(proposed(LookupDrafter(), view_of(ids)).tokens) == []
 
 
 def test_a_repeating_text_is_continued_through_its_own_end() -> None:
-    assert list(LookupDrafter().propose(view_of([5, 5, 5])).tokens) == [5]
-    assert list(LookupDrafter().propose(view_of([1, 2] * 3)).tokens) == [1, 2]
+    assert list(proposed(LookupDrafter(), view_of([5, 5, 5])).tokens) == [5]
+    assert list(proposed(LookupDrafter(), view_of([1, 2] * 3)).tokens) == [1, 2]
 
 
 def test_the_match_may_begin_at_the_first_token() -> None:
-    assert list(LookupDrafter().propose(view_of([7, 8, 9, 1, 7, 8])).tokens) == [9, 1, 7, 8]
+    assert list(proposed(LookupDrafter(), view_of([7, 8, 9, 1, 7, 8])).tokens) == [9, 1, 7, 8]
 
 
 def test_a_long_match_is_preferred_to_a_late_one_up_to_the_most_that_counts() -> None:
     ids = [1, 2, 3, 4, 50, 9, 2, 3, 4, 60, 1, 2, 3, 4]
-    assert LookupDrafter().propose(view_of(ids)).tokens[0] == 50
-    assert LookupDrafter(max_match=3).propose(view_of(ids)).tokens[0] == 60
+    assert proposed(LookupDrafter(), view_of(ids)).tokens[0] == 50
+    assert proposed(LookupDrafter(max_match=3), view_of(ids)).tokens[0] == 60
 
 
 @pytest.mark.parametrize(("min_match", "max_match"), [(0, 4), (5, 4), (-1, -1)])
@@ -77,20 +82,46 @@ def test_match_lengths_that_cannot_work_are_refused(min_match: int, max_match: i
         LookupDrafter(min_match=min_match, max_match=max_match)
 
 
-def test_a_hybrid_takes_the_first_that_has_something_and_names_it() -> None:
+def test_a_hybrid_takes_what_promises_most_and_names_it() -> None:
     script = ScriptedDrafter([40, 41, 42], start=3)
     hybrid = HybridDrafter(NullDrafter(), LookupDrafter(), script)
-    proposal = hybrid.propose(view_of([1, 2, 3], max_tokens=2))
+    proposal = proposed(hybrid, view_of([1, 2, 3], max_tokens=2))
     assert (list(proposal.tokens), proposal.source) == ([40, 41], "scripted")
-    proposal = hybrid.propose(view_of([1, 2, 1, 2]))
+    proposal = proposed(hybrid, view_of([1, 2] * 4))
     assert (list(proposal.tokens), proposal.source) == ([1, 2], "lookup")
-    assert list(HybridDrafter().propose(view_of([1, 2, 1, 2])).tokens) == []
-    assert list(HybridDrafter(NullDrafter()).propose(view_of([1])).tokens) == []
+    assert list(proposed(HybridDrafter(NullDrafter()), view_of([1])).tokens) == []
+
+
+def test_a_hybrid_weighs_length_against_confidence_for_each_text_alone() -> None:
+    class Sure:
+        name = "sure"
+
+        def propose(self, views: Sequence[DraftView]) -> list[Proposal]:
+            return [Proposal([1, 2], "sure", [0.9, 0.9]) for _ in views]
+
+    class Long:
+        name = "long"
+
+        def propose(self, views: Sequence[DraftView]) -> list[Proposal]:
+            return [Proposal([3] * 9, "long", [0.9 if len(view.ids) > 1 else 0.5] * 9) for view in views]
+
+    first, second = HybridDrafter(Sure(), Long()).propose([view_of([1]), view_of([1, 2])])
+    assert (first.source, second.source) == ("sure", "long")
+
+
+def test_a_longer_match_is_surer_and_so_is_each_token_behind_it() -> None:
+    short, long = (
+        proposed(LookupDrafter(), view_of([1, 2, 8, 1, 2])),
+        proposed(LookupDrafter(), view_of([1, 2, 3, 8, 1, 2, 3])),
+    )
+    assert long.confidence[0] > short.confidence[0]
+    assert list(short.confidence) == sorted(short.confidence)
+    assert all(0 <= sure <= 1 for sure in [*short.confidence, *long.confidence])
 
 
 def test_a_script_is_read_by_position() -> None:
     script = ScriptedDrafter([10, 11, 12, 13], start=5)
-    assert list(script.propose(view_of([0] * 4)).tokens) == []
-    assert list(script.propose(view_of([0] * 5, max_tokens=2)).tokens) == [10, 11]
-    assert list(script.propose(view_of([0] * 5, [9, 9])).tokens) == [12, 13]
-    assert list(script.propose(view_of([0] * 9)).tokens) == []
+    assert list(proposed(script, view_of([0] * 4)).tokens) == []
+    assert list(proposed(script, view_of([0] * 5, max_tokens=2)).tokens) == [10, 11]
+    assert list(proposed(script, view_of([0] * 5, [9, 9])).tokens) == [12, 13]
+    assert list(proposed(script, view_of([0] * 9)).tokens) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from dlite_agent.engine.attention import ROWWISE_MAX_ROWS, causal_tail_attention, rowwise_attention
+from dlite_agent.engine.cache import SlabCache
 
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 16
 Attention = Callable[..., tuple[torch.Tensor, None]]
@@ -82,6 +84,39 @@ def test_rowwise_attention_gives_each_row_the_bits_it_gets_alone(window: int | N
             nn.Module(), query[:, :, [row]], key[:, :, :stop], value[:, :, :stop], None, sliding_window=window
         )
         assert torch.equal(together[:, [row]], alone)
+
+
+@dataclass
+class Rows:
+    """What a packed pass says of one session."""
+
+    num_rows: int
+    cache: SlabCache
+
+
+@pytest.mark.parametrize("attention", [causal_tail_attention, rowwise_attention])
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("sizes", [(1,), (1, 1, 1), (2, 40, 1, 7)], ids=str)
+def test_packed_sessions_attend_to_their_own_caches_alone(
+    attention: Attention, window: int | None, sizes: tuple[int, ...]
+) -> None:
+    num_layers, layer = 3, 1
+    queries, segments, alone = [], [], []
+    for session, num_rows in enumerate(sizes):
+        query, key, value = inputs(num_rows, num_rows + 11 * session)
+        cache = SlabCache(num_layers)
+        for index in range(num_layers):
+            cache.update(key + 100.0 * (index != layer), value, index)
+        segments.append(Rows(num_rows, cache))
+        queries.append(query)
+        alone.append(attention(nn.Module(), query, key, value, None, scaling=0.3, sliding_window=window)[0])
+    module = nn.Module()
+    module.layer_idx = layer  # type: ignore[assignment]
+    unread = torch.full((1, KV_HEADS, sum(sizes), HEAD_DIM), math.nan)
+    options = {"scaling": 0.3, "sliding_window": window, "segments": segments}
+    got, weights = attention(module, torch.cat(queries, dim=2), unread, unread, None, **options)
+    assert weights is None
+    assert torch.equal(got, torch.cat(alone, dim=1))
 
 
 def test_interleaved_shapes_do_not_get_each_others_masks() -> None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 
 from dlite_agent.drafters.lookup import LookupDrafter
 from dlite_agent.drafters.null import NullDrafter
 from dlite_agent.drafters.protocol import Drafter, DraftView, Proposal
 from dlite_agent.engine.constraint import TokenConstraint
-from dlite_agent.engine.decode import Request, Step, decode
+from dlite_agent.engine.decode import Request, Step, decode, resume
 from dlite_agent.engine.sampling import SamplingParams
 from dlite_agent.engine.state import TargetState
 from dlite_agent.engine.target import Target
@@ -200,14 +202,14 @@ def test_a_drafted_end_token_that_is_accepted_ends_the_text(llama: Target) -> No
 
 
 @pytest.mark.parametrize("max_draft", [3, 7])
-def test_an_error_of_the_drafter_leaves_the_grammar_behind_the_text(llama: Target, max_draft: int) -> None:
+def test_a_fault_of_the_drafter_leaves_the_forced_tokens_in_the_draft(llama: Target, max_draft: int) -> None:
     """By then the grammar has walked along the forced tokens of the draft."""
 
     class Failing:
         name = "failing"
 
-        def propose(self, view: DraftView) -> Proposal:
-            assert len(view.drafted) > 0
+        def propose(self, views: Sequence[DraftView]) -> Sequence[Proposal]:
+            assert all(len(view.drafted) > 0 for view in views)
             raise RuntimeError("the drafter failed")
 
     def two_forced_then_free(path: Sequence[int]) -> Collection[int]:
@@ -218,11 +220,12 @@ def test_an_error_of_the_drafter_leaves_the_grammar_behind_the_text(llama: Targe
     request = Request(PROMPT, constraint=constraint, end_ids=frozenset([END]), max_draft=max_draft)
     steps = decode(llama, state, Failing(), request)
     assert next(steps).tokens == (60,)
-    with pytest.raises(RuntimeError, match="the drafter failed"):
-        next(steps)
-    assert constraint.path == [60]
-    assert state.ids.tolist() == [*PROMPT, 60]
-    assert state.num_rows == len(PROMPT)
+    second = next(steps)
+    assert second.tokens[:2] == (61, 62)
+    assert second.sources == ("forced", "forced", "bonus")
+    assert second.num_faults == 1
+    assert constraint.path == [60, *second.tokens]
+    assert state.ids.tolist() == [*PROMPT, 60, *second.tokens]
 
 
 @pytest.mark.parametrize("breaking", ["bitmask", "advance"])
@@ -251,3 +254,52 @@ def test_an_error_of_the_grammar_amid_a_draft_leaves_it_behind_the_text(llama: T
     with pytest.raises(RuntimeError, match="stuck"):
         next(steps)
     assert constraint.path == text[:1]
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0])
+def test_sampled_drafts_that_a_grammar_forbids_leave_the_distribution_alone(llama: Target, temperature: float) -> None:
+    """A draft that was cut before a forbidden token, because of that token, would favour what is not drafted."""
+    allowed = range(0, VOCAB - 1, 3)
+    row = llama.forward(PROMPT, llama.new_cache()).logits[0]
+    likely = row.clone()
+    likely[[token for token in range(VOCAB) if token not in allowed]] = -torch.inf
+    draft_logits = torch.full((VOCAB,), -30.0)
+    draft_logits[likely.topk(3).indices] = likely.topk(3).values * 1.2
+    draft_logits[[1, 2]] = float(likely.max())  # forbidden
+
+    class Sampling:
+        name = "sampling"
+
+        def propose(self, views: Sequence[DraftView]) -> Sequence[Proposal]:
+            return [self.draft(view) for view in views]
+
+        def draft(self, view: DraftView) -> Proposal:
+            assert view.draw is not None
+            token, q = view.draw(draft_logits, 0)
+            assert q is not None
+            return Proposal([token], self.name, (), [q])
+
+    state = TargetState(llama.new_cache())
+    params = SamplingParams(temperature=temperature, verification="rejection")
+    counts = np.zeros(VOCAB)
+    state.begin(np.array(PROMPT, dtype=np.int32))
+    llama.forward(PROMPT[:-1], state.cache)
+    num_draws, num_drafts = 1500, 0
+    for seed in range(num_draws):
+        state.truncate(len(PROMPT))
+        constraint = RuleConstraint(lambda path: allowed)
+        request = Request(
+            [], sampling=replace(params, seed=seed), constraint=constraint, max_new_tokens=2, end_ids=frozenset([END])
+        )
+        (step, *_) = resume(llama, state, Sampling(), request)
+        counts[step.tokens[0]] += 1
+        num_drafts += step.num_proposed
+    assert num_drafts == num_draws  # forbidden or not, each stayed in its draft
+    expected = num_draws * torch.softmax(likely.double() / temperature, dim=-1).numpy()
+    assert counts[expected == 0].sum() == 0
+    common = expected >= 5
+    observed = np.append(counts[common], counts[~common].sum())
+    wanted = np.append(expected[common], expected[~common].sum())
+    statistic = float(((observed - wanted) ** 2 / np.maximum(wanted, 1e-9)).sum())
+    freedom = int(common.sum())
+    assert statistic < freedom + 4 * (2 * freedom) ** 0.5  # four standard deviations of chi-square

@@ -10,9 +10,24 @@ import torch
 from torch import nn
 
 from dlite_agent.engine import linear as module
-from dlite_agent.engine.linear import MAX_ROWS, METHODS, RowTable, SmallRowLinear, Way, calibrate, table_path
+from dlite_agent.engine.linear import (
+    MAX_ROWS,
+    METHODS,
+    RowTable,
+    SmallRowLinear,
+    Way,
+    calibrate,
+    is_exact,
+    measure,
+    measure_exact,
+    row_bits,
+    table_path,
+)
+from dlite_agent.engine.rowwise import RowMode
+from dlite_agent.errors import UnsupportedModelError
 
 SHAPES = {(7, 33), (64, 32)}
+REAL_SHAPES = [(576, 576), (192, 576), (1536, 576), (576, 1536), (896, 896), (128, 896), (4864, 896), (896, 4864)]
 
 
 def small_model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -27,26 +42,44 @@ def linears_of(model: nn.Module) -> list[SmallRowLinear]:
     return [child for child in model.modules() if isinstance(child, SmallRowLinear)]
 
 
-@pytest.mark.parametrize("num_padded", [0, 16])
+def rows(num_rows: int, width: int) -> torch.Tensor:
+    return torch.randn(num_rows, width, generator=torch.Generator().manual_seed(num_rows))
+
+
+@pytest.mark.parametrize("num_threads", [0, 1])
+@pytest.mark.parametrize("way_rows", [1, 4, 16, MAX_ROWS])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("bias", [False, True])
-def test_every_way_gives_the_product(method: str, num_padded: int, bias: bool) -> None:
+def test_every_way_gives_the_product(method: str, way_rows: int, num_threads: int, bias: bool) -> None:
     linear = nn.Linear(33, 21, bias=bias).requires_grad_(False)
-    ways = tuple(Way(method, max(n, num_padded), 0.0) for n in range(1, MAX_ROWS + 1))
-    small = SmallRowLinear(linear, RowTable((21, 33), ways))
-    for num_rows in range(21):
-        x = torch.randn(1, num_rows, 33, generator=torch.Generator().manual_seed(num_rows))
+    way = Way(method, way_rows, 0.0, num_threads)
+    small = SmallRowLinear(linear, RowTable((21, 33), (way,) * MAX_ROWS))
+    before = torch.get_num_threads()
+    for num_rows in (0, 1, 2, 3, 4, 5, 8, 9, 31, MAX_ROWS, MAX_ROWS + 1):
+        x = rows(num_rows, 33).unsqueeze(0)
         for shaped in (x, x[0]):
             got = small(shaped)
             assert got.shape == linear(shaped).shape
             assert torch.allclose(got, linear(shaped), rtol=0, atol=1e-5)
+    assert torch.get_num_threads() == before
+
+
+def test_a_failing_product_leaves_the_number_of_threads_alone() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with pytest.raises(RuntimeError):
+            Way("rows", 1, 0.0, 1)(torch.zeros(1, 3), torch.zeros(4, 5))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_stock_linear_gives_the_very_bits_of_the_original() -> None:
     linear = nn.Linear(33, 21).requires_grad_(False)
-    small = SmallRowLinear(linear, RowTable((21, 33), (Way("columns", MAX_ROWS, 0.0),) * MAX_ROWS))
+    small = SmallRowLinear(linear, RowTable((21, 33), (Way("columns", 16, 0.0),) * MAX_ROWS))
     small.is_stock = True
-    x = torch.randn(1, 5, 33, generator=torch.Generator().manual_seed(0))
+    x = rows(5, 33)
     assert torch.equal(small(x), linear(x))
 
 
@@ -55,36 +88,76 @@ def test_a_calibrated_model_computes_what_it_did() -> None:
     tables = calibrate(model)
     assert set(tables) == SHAPES
     assert len(linears_of(model)) == 3
-    for num_rows in range(1, 21):
-        x = torch.randn(num_rows, 33, generator=torch.Generator().manual_seed(num_rows))
+    for num_rows in range(1, MAX_ROWS + 2):
+        x = rows(num_rows, 33)
         assert torch.allclose(model[0](x), original[0](x), rtol=0, atol=1e-5)
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in original.named_parameters()]
 
 
-def test_the_fastest_way_measured_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Columns are fast at 4 rows, and nothing else is; with more rows than 8, rows at 16."""
+def test_the_weights_are_not_copied() -> None:
+    model, original = small_model(), small_model()
+    before = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    calibrate(model)
+    assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == before
+    assert sum(t.numel() for t in model.state_dict().values()) == sum(t.numel() for t in original.parameters())
 
-    def measured(action: object, weights: object) -> float:
-        order = [(n, name) for n in module.ROW_COUNTS for name in METHODS]
-        num_rows, method = order[len(calls) % len(order)]
-        calls.append(method)
-        return {(4, "columns"): 1.0, (16, "rows"): 2.0}.get((num_rows, method), 9.0)
 
-    calls: list[str] = []
+def fake_times(monkeypatch: pytest.MonkeyPatch, times: dict[tuple[str, int, int], float]) -> None:
+    """Let ways, named by method, rows and threads, cost what is given, and all others 100 ms."""
+
+    def measured(way: Way, x: object, weights: object, *, best: float) -> float:
+        return times.get((way.method, way.num_rows, way.num_threads), 100.0)
+
     monkeypatch.setattr(module, "_least_ms", measured)
-    table = module.measure([torch.zeros(3, 5)])
+
+
+def test_the_cheapest_way_is_taken_padded_or_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_times(monkeypatch, {("columns", 4, 0): 1.0, ("rows", 16, 0): 2.6})
+    table = measure([torch.zeros(3, 5)])
     chosen = [(way.method, way.num_rows) for way in table.ways]
-    assert chosen == [("columns", 4)] * 4 + [("rows", 16)] * 12
+    assert chosen == [("columns", 4)] * 8 + [("rows", 16)] * 8 + chosen[16:]
+    assert [(chosen[n - 1], table.ways[n - 1].cost(n)) for n in (17, 20, 32, 64)] == [
+        (("columns", 4), 5.0),
+        (("columns", 4), 5.0),
+        (("rows", 16), 5.2),
+        (("rows", 16), 10.4),
+    ]
     assert table.shape == (3, 5)
 
 
+@pytest.mark.parametrize(("milliseconds", "expected"), [(0.8, 0), (0.7, 1)])
+def test_fewer_threads_must_be_clearly_faster(
+    monkeypatch: pytest.MonkeyPatch, milliseconds: float, expected: int
+) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        fake_times(monkeypatch, {("rows", 1, 0): 1.0, ("rows", 1, 1): milliseconds})
+        assert measure([torch.zeros(3, 5)]).ways[0].num_threads == expected
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_method_that_this_build_lacks_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setitem(METHODS, "onednn", missing)
+    table = measure([torch.randn(3, 5)])
+    assert "onednn" not in {way.method for way in table.ways}
+
+
 def test_a_stored_table_is_taken_and_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tables = calibrate(small_model(), folder=tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == [table_path(tmp_path, torch.float32).name]
-    monkeypatch.setattr(module, "measure", None)  # not callable: measuring would be an error
-    model = small_model()
-    assert calibrate(model, folder=tmp_path) == tables
-    assert [linear.table for linear in linears_of(model)] == [tables[7, 33], tables[64, 32], tables[64, 32]]
+    for mode in (None, RowMode()):
+        tables = calibrate(small_model(), folder=tmp_path, mode=mode)
+        with monkeypatch.context() as patched:
+            patched.setattr(module, "_candidates", None)  # not callable: measuring would be an error
+            model = small_model()
+            assert calibrate(model, folder=tmp_path, mode=mode) == tables
+        assert [linear.table for linear in linears_of(model)] == [tables[7, 33], tables[64, 32], tables[64, 32]]
+    names = {table_path(tmp_path, torch.float32, exact=exact).name for exact in (False, True)}
+    assert {path.name for path in tmp_path.iterdir()} == names
+    assert len(names) == 2
 
 
 def test_only_what_is_missing_is_measured_and_all_of_it_is_kept(tmp_path: Path) -> None:
@@ -101,9 +174,11 @@ def test_other_types_have_tables_of_their_own(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 2
 
 
+WAY = {"method": "rows", "num_rows": 16, "milliseconds": 1.0, "num_threads": 0}
+
+
 def entry(**changes: object) -> str:
-    way = {"method": "rows", "num_rows": 16, "milliseconds": 1.0}
-    fields = {"shape": [7, 33], "ways": [way] * 16} | changes
+    fields = {"shape": [7, 33], "ways": [WAY], "by_rows": [0] * MAX_ROWS} | changes
     return json.dumps([{name: value for name, value in fields.items() if value is not None}])
 
 
@@ -118,16 +193,23 @@ def entry(**changes: object) -> str:
         '{"shape": 1}',
         entry()[:-5],
         entry(ways=None),
+        entry(by_rows=None),
         entry(shape=None),
         entry(shape=[7]),
         entry(shape=7),
         entry(ways=[]),
-        entry(ways=[{"method": "rows", "num_rows": 16, "milliseconds": 1.0}] * 15),
-        entry(ways=[{"method": "rows", "num_rows": 8, "milliseconds": 1.0}] * 16),
-        entry(ways=[{"method": "rows", "num_rows": "16", "milliseconds": 1.0}] * 16),
-        entry(ways=[{"method": "rows", "num_rows": 16.0, "milliseconds": 1.0}] * 16),
-        entry(ways=[{"method": "sideways", "num_rows": 16, "milliseconds": 1.0}] * 16),
-        entry(ways=[{"method": "rows", "milliseconds": 1.0}] * 16),
+        entry(by_rows=[0] * 15),
+        entry(by_rows=[1] * MAX_ROWS),
+        entry(by_rows=["0"] * MAX_ROWS),
+        entry(ways=[WAY | {"num_rows": 0}]),
+        entry(ways=[WAY | {"num_rows": "16"}]),
+        entry(ways=[WAY | {"num_rows": 16.0}]),
+        entry(ways=[WAY | {"num_threads": -1}]),
+        entry(ways=[WAY | {"num_threads": None}]),
+        entry(ways=[WAY | {"method": "sideways"}]),
+        entry(ways=[WAY | {"method": ["rows"]}]),
+        entry(ways=[WAY | {"more": 1}]),
+        entry(ways=[{"method": "rows", "milliseconds": 1.0}]),
         "\udc80",
     ],
 )
@@ -136,20 +218,107 @@ def test_a_damaged_table_is_measured_again(tmp_path: Path, content: str) -> None
     path.write_bytes(content.encode(errors="surrogateescape"))
     model, original = small_model(), small_model()
     assert set(calibrate(model, folder=tmp_path)) == SHAPES
-    x = torch.randn(3, 33)
+    x = rows(3, 33)
     assert torch.allclose(model[0](x), original[0](x), rtol=0, atol=1e-5)
     stored = json.loads(path.read_text())
     assert {tuple(kept["shape"]) for kept in stored} == SHAPES
     assert [kept.name for kept in tmp_path.iterdir()] == [path.name]
 
 
+def test_an_undamaged_table_is_not_measured_again(tmp_path: Path) -> None:
+    """The entry that the cases above damage is a good one."""
+    table_path(tmp_path, torch.float32).write_text(entry())
+    assert calibrate(nn.Sequential(nn.Linear(33, 7)), folder=tmp_path)[7, 33].ways == (Way("rows", 16, 1.0),) * MAX_ROWS
+
+
 def test_a_table_for_too_few_rows_cannot_be_made() -> None:
-    with pytest.raises(ValueError, match="16 rows"):
-        RowTable((1, 1), (Way("rows", 16, 0.0),) * 15)
-    with pytest.raises(ValueError, match="16 rows"):
-        RowTable((1, 1), (Way("rows", 15, 0.0),) * 16)
+    with pytest.raises(ValueError, match="64 rows"):
+        RowTable((1, 1), (Way("rows", 16, 0.0),) * 16)
 
 
 def test_a_model_without_linears_has_no_table(tmp_path: Path) -> None:
     assert calibrate(nn.Sequential(nn.LayerNorm(4)), folder=tmp_path) == {}
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("shape", [*REAL_SHAPES, (7, 33), (33, 21), (64, 32), (3, 1)], ids=str)
+def test_an_exact_table_gives_each_row_the_bits_it_gets_alone(shape: tuple[int, int]) -> None:
+    linear = nn.Linear(shape[1], shape[0]).requires_grad_(False)
+    mode = RowMode()
+    small = SmallRowLinear(linear, measure_exact([linear.weight]), mode)
+    x = rows(2 * MAX_ROWS + 3, shape[1])
+    alone = torch.cat([small(row) for row in torch.split(x, 1)])
+    for num_rows in (*range(1, 17), 31, 32, 33, MAX_ROWS, MAX_ROWS + 1, len(x)):
+        for start in range(0, len(x) - num_rows + 1, 7):
+            assert torch.equal(small(x[start : start + num_rows]), alone[start : start + num_rows])
+    assert torch.allclose(alone, linear(x), rtol=0, atol=1e-3)
+
+
+def test_the_fastest_table_is_not_exact_by_itself() -> None:
+    """Bits do depend on the number of rows: a stock product of one row is not that of sixteen."""
+    weight = torch.randn(896, 896, generator=torch.Generator().manual_seed(0))
+    table = RowTable((896, 896), tuple(Way("rows", 1 if n == 1 else 16, 1.0) for n in range(1, MAX_ROWS + 1)))
+    assert not is_exact(table, [weight])
+    x = rows(16, 896)
+    assert not torch.equal(nn.functional.linear(x, weight)[:1], nn.functional.linear(x[:1], weight))
+
+
+def by_place(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """A kernel that sums its last row in another order."""
+    y = torch.mm(x, weight.t())
+    y[-1] = torch.mm(x[-1:].flip(1), weight.flip(1).t())[0] * (1 + 2**-20)
+    return y
+
+
+def by_neighbour(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    y = torch.mm(x, weight.t())
+    y[1:] += y[:-1] * 2**-20
+    return y
+
+
+@pytest.mark.parametrize("kernel", [by_place, by_neighbour])
+@pytest.mark.parametrize("num_rows", [2, 4, 64])
+def test_a_kernel_whose_rows_depend_on_places_or_neighbours_is_seen(
+    monkeypatch: pytest.MonkeyPatch, kernel: object, num_rows: int
+) -> None:
+    monkeypatch.setitem(METHODS, "rows", kernel)
+    weight = torch.randn(21, 33, generator=torch.Generator().manual_seed(0))
+    assert row_bits(Way("rows", num_rows, 0.0), [weight]) is None
+    assert row_bits(Way("columns", num_rows, 0.0), [weight]) is not None
+
+
+@pytest.mark.parametrize("kernel", [by_place, by_neighbour])
+def test_with_no_other_kernel_rows_are_multiplied_one_by_one(monkeypatch: pytest.MonkeyPatch, kernel: object) -> None:
+    monkeypatch.setattr(module, "METHODS", {"rows": kernel})
+    assert {way.num_rows for way in measure_exact([torch.randn(21, 33)]).ways} == {1}
+
+
+def test_a_kernel_that_never_repeats_its_bits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def restless(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return torch.mm(x, weight.t()) + len(calls) * 2**-12
+
+    monkeypatch.setattr(module, "METHODS", {"rows": restless})
+    with pytest.raises(UnsupportedModelError, match=r"7x33.*exact"):
+        calibrate(small_model(), mode=RowMode())
+
+
+def test_a_stored_exact_table_that_is_not_exact_here_is_measured_again(tmp_path: Path) -> None:
+    shape = (896, 896)
+    linear = nn.Linear(896, 896, bias=False).requires_grad_(False)
+    wrong = RowTable(shape, tuple(Way("rows", 1 if n == 1 else 16, 1.0) for n in range(1, MAX_ROWS + 1)))
+    path = table_path(tmp_path, torch.float32, exact=True)
+    module._store(path, {shape: wrong})
+    table = calibrate(nn.Sequential(linear), folder=tmp_path, mode=RowMode())[shape]
+    assert table != wrong
+    assert is_exact(table, [linear.weight])
+    assert module._load(path) == {shape: table}
+
+
+def test_exact_products_are_refused_on_a_device_without_them() -> None:
+    model = nn.Sequential(nn.Linear(5, 6, device="meta"))
+    with pytest.raises(UnsupportedModelError, match="CPU"):
+        calibrate(model, mode=RowMode())
+    assert calibrate(model) == {}

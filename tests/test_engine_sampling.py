@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import pickle
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from dlite_agent.engine.sampling import SamplingParams, apply_bitmask, draw, gumbel_noise, kept_tokens
-from dlite_agent.engine.verify import verify
-from dlite_agent.errors import ConfigError
+from dlite_agent.engine.sampling import (
+    SamplingParams,
+    apply_bitmask,
+    argmax_tokens,
+    choice_params,
+    derived_seed,
+    distribution,
+    draw,
+    gumbel_noise,
+    kept_tokens,
+)
+from dlite_agent.errors import ConfigError, CorruptModelError, GrammarError
 
 VOCAB = 12
 DRAWS = 3000
@@ -19,6 +32,8 @@ SHAPES = (
     SamplingParams(1.0, top_k=5),
     SamplingParams(1.3, top_p=0.8),
     SamplingParams(0.7, top_k=6, top_p=0.9),
+    SamplingParams(1.5, min_p=0.2),
+    SamplingParams(1.5, top_k=9, top_p=0.95, min_p=0.1),
 )
 
 
@@ -27,7 +42,7 @@ def logits_of(seed: int, vocab: int = VOCAB) -> torch.Tensor:
 
 
 def with_seed(params: SamplingParams, seed: int) -> SamplingParams:
-    return SamplingParams(params.temperature, params.top_k, params.top_p, seed)
+    return dataclasses.replace(params, seed=seed)
 
 
 def probabilities(logits: torch.Tensor, params: SamplingParams) -> list[float]:
@@ -42,6 +57,7 @@ def probabilities(logits: torch.Tensor, params: SamplingParams) -> list[float]:
         mass += weights[i] / total
         if mass >= params.top_p:
             break
+    kept = [i for i in kept if weights[i] >= params.min_p * max(weights)]
     total = sum(weights[i] for i in kept)
     return [weights[i] / total if i in kept else 0.0 for i in range(len(weights))]
 
@@ -179,40 +195,134 @@ def test_bits_beyond_the_logits_are_ignored_and_missing_ones_forbid() -> None:
     assert (long == 0).nonzero().flatten().tolist() == [39]
 
 
+def test_a_mask_that_allows_nothing_is_an_error_and_not_token_0() -> None:
+    nothing = np.array([0, -1], dtype=np.int32)  # the bits set are beyond the vocabulary
+    for params in (SamplingParams(), SamplingParams(1.0)):
+        with pytest.raises(GrammarError, match="allows none of the 12 tokens"):
+            draw(logits_of(0), params, position=0, bitmask=nothing)
+
+
+def test_allowed_tokens_the_target_finds_impossible_are_an_error() -> None:
+    logits = logits_of(0)
+    logits[[2, 3]] = -torch.inf
+    for params in (SamplingParams(), *SHAPES):
+        assert draw(logits, params, position=0, bitmask=np.array([0b1100100], dtype=np.int32)) in (5, 6)
+        with pytest.raises(GrammarError, match="probability of 0"):
+            draw(logits, params, position=0, bitmask=np.array([0b1100], dtype=np.int32))
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), *SHAPES], ids=str)
+def test_logits_that_are_not_numbers_are_an_error(params: SamplingParams) -> None:
+    logits = logits_of(0)
+    logits[7] = math.nan
+    with pytest.raises(CorruptModelError, match="position 31 hold NaN"):
+        draw(logits, params, position=31)
+
+
+def test_batched_argmax_is_each_rows_first_largest_and_tells_rows_without_one() -> None:
+    logits = torch.randint(0, 4, (50, VOCAB), generator=torch.Generator().manual_seed(0)).float()  # full of ties
+    assert argmax_tokens(logits) == [row.index(max(row)) for row in logits.tolist()]
+    logits[3, 5], logits[4] = math.nan, -math.inf
+    assert [k for k, token in enumerate(argmax_tokens(logits)) if token == -1] == [3, 4]
+
+
+@pytest.mark.parametrize("vocab", [50, 5000])
+def test_filters_are_those_of_transformers(vocab: int) -> None:
+    ids = torch.zeros(1, 1, dtype=torch.long)
+    for seed in range(30):
+        params = SamplingParams(
+            (0.4, 1.0, 2.5)[seed % 3],
+            top_k=(0, 7, 2000)[seed // 3 % 3],
+            top_p=(1.0, 0.9, 0.99)[seed // 9 % 3],
+            min_p=0.01,
+        )
+        logits = logits_of(seed, vocab)
+        scores = logits.double().unsqueeze(0)
+        warpers: list[Any] = [TemperatureLogitsWarper(params.temperature)]
+        warpers += [TopKLogitsWarper(params.top_k)] if params.top_k else []
+        warpers += [TopPLogitsWarper(params.top_p)] if params.top_p < 1.0 else []
+        for warper in [*warpers, MinPLogitsWarper(params.min_p)]:
+            scores = warper(ids, scores)
+        assert torch.allclose(distribution(logits, params), scores[0].softmax(-1), atol=1e-12)
+
+
+def test_equally_likely_tokens_are_kept_from_the_lowest_id_on() -> None:
+    logits = torch.zeros(4000)
+    logits[3000] = 1.0
+    for params in (SamplingParams(1.0, top_k=3), SamplingParams(1.0, top_p=4.6 / 4000)):
+        assert kept_tokens(logits, params)[0].tolist() == [3000, 0, 1]
+    half = kept_tokens(logits, SamplingParams(1.0, top_p=0.5))[0].tolist()
+    assert half == [3000, *range(len(half) - 1)]
+    assert 1990 < len(half) < 2010
+
+
+@pytest.mark.parametrize("params", SHAPES, ids=str)
+def test_masked_tokens_are_not_among_the_kept(params: SamplingParams) -> None:
+    logits = logits_of(5)
+    logits[2:] = -torch.inf
+    assert set(kept_tokens(logits, params)[0].tolist()) <= (
+        {0, 1} if params.top_k or params.top_p < 1 else set(range(VOCAB))
+    )
+    assert distribution(logits, params)[2:].eq(0).all()
+    assert distribution(logits, params).sum().isclose(torch.tensor(1.0, dtype=torch.float64))
+
+
+def test_a_temperature_near_zero_is_the_argmax() -> None:
+    for temperature in (1e-300, 5e-324):
+        assert draw(logits_of(0), SamplingParams(temperature, top_p=0.9), position=2) == int(logits_of(0).argmax())
+
+
+def test_a_greedy_distribution_is_a_point_mass() -> None:
+    assert distribution(logits_of(0), SamplingParams()).nonzero().tolist() == [[int(logits_of(0).argmax())]]
+
+
+def test_half_precision_logits_are_drawn_from_like_their_values() -> None:
+    logits = logits_of(0).bfloat16()
+    for params in (SamplingParams(), *SHAPES):
+        assert draw(logits, params, position=3) == draw(logits.double(), params, position=3)
+
+
+def test_each_choice_has_its_own_seed_and_the_first_is_the_single_ones() -> None:
+    params = SamplingParams(0.8, seed=-3, bad_words=((4, 5),), logit_bias={3: 1.0})
+    choices = [choice_params(params, index) for index in range(200)]
+    assert choices[0] == params
+    assert len({choice.seed for choice in choices}) == 200
+    assert choices == [choice_params(params, index) for index in range(200)]
+    assert all(dataclasses.replace(choice, seed=-3) == params for choice in choices)
+    others = {choice_params(with_seed(params, seed), index).seed for seed in range(50) for index in range(1, 50)}
+    assert len(others) == 50 * 49
+    with pytest.raises(ConfigError, match="-1"):
+        choice_params(params, -1)
+
+
+def test_derived_seeds_differ_by_purpose_and_fit_a_signed_64_bit_number() -> None:
+    seeds = {derived_seed(seed, purpose, 1) for seed in range(100) for purpose in ("choice", "acceptance", "residual")}
+    assert len(seeds) == 300
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_parameters_can_be_hashed_stored_and_are_no_view_of_what_they_were_made_from() -> None:
+    bias, words = {3: 1.5}, [[1, 2], [3]]
+    params = SamplingParams(0.5, logit_bias=bias, bad_words=words)  # type: ignore[arg-type]
+    bias[4] = 1.0
+    words[0].append(9)
+    assert params == SamplingParams(0.5, logit_bias={3: 1.5}, bad_words=((1, 2), (3,)))
+    assert hash(params) == hash(pickle.loads(pickle.dumps(params)))
+    assert pickle.loads(pickle.dumps(params)) == params
+
+
 @pytest.mark.parametrize(
     "field",
-    [{"temperature": -0.1}, {"temperature": math.inf}, {"temperature": math.nan}, {"top_k": -1}]
-    + [{"top_p": value} for value in (0.0, 1.1, math.nan)],
+    [{"temperature": value} for value in (-0.1, math.inf, math.nan)]
+    + [{"top_p": value} for value in (0.0, 1.1, math.nan)]
+    + [{"min_p": value} for value in (-0.1, 1.1, math.nan)]
+    + [{"repetition_penalty": value} for value in (0.0, -1.0, math.inf, math.nan)]
+    + [{name: value} for name in ("presence_penalty", "frequency_penalty") for value in (math.inf, math.nan)]
+    + [{"logit_bias": value} for value in ({3: math.inf}, {3: -math.inf}, {3: math.nan}, {-1: 1.0})]
+    + [{"bad_words": value} for value in (((),), ((1,), ()), ((1, -2),))]
+    + [{"top_k": -1}, {"min_tokens": -1}, {"top_logprobs": -1}, {"verification": "typical"}],
     ids=str,
 )
-def test_a_setting_that_cannot_work_is_refused(field: dict[str, float]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(field))):
-        SamplingParams(**field)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(1.0, seed=4)], ids=str)
-def test_verification_accepts_just_the_leading_draws(params: SamplingParams) -> None:
-    logits = torch.stack([logits_of(seed) for seed in range(4)])
-    own = [draw(logits[k], params, position=10 + k) for k in range(4)]
-    for wrong in range(4):
-        draft = [(token + (k == wrong)) % VOCAB for k, token in enumerate(own[:3])]
-        verdict = verify(logits, draft, params, position=10)
-        assert verdict.num_accepted == wrong
-        assert verdict.tokens == tuple(own[: wrong + 1])
-        assert verdict.has_bonus
-
-
-def test_an_end_token_is_accepted_without_a_bonus_and_given_as_a_bonus() -> None:
-    own = [3, 8, 5, 1]
-    logits = torch.eye(VOCAB)[own]
-    accepted = verify(logits, own[:3], SamplingParams(), position=0, end_ids=frozenset([own[1]]))
-    assert (accepted.tokens, accepted.num_accepted, accepted.has_bonus) == (tuple(own[:2]), 2, False)
-    bonus = verify(logits[:2], own[:1], SamplingParams(), position=0, end_ids=frozenset([own[1]]))
-    assert (bonus.tokens, bonus.num_accepted, bonus.has_bonus) == (tuple(own[:2]), 1, True)
-
-
-def test_each_row_is_masked_by_the_grammar_behind_its_draft() -> None:
-    logits = torch.stack([logits_of(seed) for seed in range(3)])
-    masks = [np.array([1 << token], dtype=np.int32) for token in (3, 8, 5)]
-    verdict = verify(logits, [3, 8], SamplingParams(), position=0, bitmask_at=lambda k: masks[k])
-    assert verdict.tokens == (3, 8, 5)
+def test_a_setting_that_cannot_work_is_refused(field: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"^{next(iter(field))} is .*; expected "):
+        SamplingParams(**field)

@@ -1,268 +1,365 @@
-"""Jobs take turns on one thread; what goes wrong in one of them is nobody else's business."""
+"""Texts decoded together are the texts they are alone, and nobody waits for, or suffers from, anybody else."""
 
 from __future__ import annotations
 
-import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from typing import Any
 
 import pytest
+import torch
 
-from dlite_agent.engine.scheduler import Job, Scheduler
-from dlite_agent.errors import DLiteError
+from dlite_agent.drafters.dlite import DLiteDrafter
+from dlite_agent.drafters.hybrid import HybridDrafter
+from dlite_agent.drafters.lookup import LookupDrafter
+from dlite_agent.drafters.null import NullDrafter
+from dlite_agent.drafters.protocol import Drafter
+from dlite_agent.engine.attention import ROWWISE_MAX_ROWS
+from dlite_agent.engine.decode import PREFILL_CHUNK, Request, Step, decode
+from dlite_agent.engine.draft_length import AdaptiveLength, PassCost
+from dlite_agent.engine.sampling import SamplingParams
+from dlite_agent.engine.scheduler import Limits, Scheduler
+from dlite_agent.engine.state import TargetState
+from dlite_agent.engine.target import Segment, Target, TargetOutput
+from dlite_agent.errors import ConfigError, ContextLengthError, DLiteError, EngineBusyError
+from dlite_agent.testing import ScriptedDrafter, random_dlite, tiny_target
 
-PATIENCE = 30.0
+PATIENCE = 60.0
+LENGTH = 20
 
 
 @pytest.fixture
-def scheduler() -> Iterator[Scheduler]:
-    scheduler = Scheduler("test-engine")
+def make() -> Iterator[Callable[..., Scheduler]]:
+    """Make schedulers that are closed again, and leave no thread behind."""
+    made: list[Scheduler] = []
+
+    def scheduler(target: Target, **options: Any) -> Scheduler:
+        made.append(Scheduler(target, name="test-engine", **options))
+        return made[-1]
+
     yield scheduler
-    scheduler.close()
+    for one in made:
+        one.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "test-engine"]
 
 
-class Caller:
-    """Collects what is delivered to it."""
-
-    def __init__(self, items: Callable[[Job[int]], Iterator[int]]) -> None:
-        self.items: list[object] = []
-        self.ending: tuple[str, object] | None = None
-        self.ended = threading.Event()
-        self.job = Job(items, self.deliver)
-
-    def deliver(self, kind: str, value: object) -> None:
-        assert self.ending is None
-        if kind == "item":
-            self.items.append(value)
-        else:
-            self.ending = (kind, value)
-            self.ended.set()
-
-    def wait(self) -> list[object]:
-        assert self.ended.wait(PATIENCE)
-        return self.items
+def new_state(target: Target) -> TargetState:
+    return TargetState(target.new_cache())
 
 
-def counting(count: int) -> Callable[[Job[int]], Iterator[int]]:
-    return lambda job: iter(range(count))
+def text_of(steps: Sequence[Step]) -> list[int]:
+    return [token for step in steps for token in step.tokens]
 
 
-def never(job: Job[int]) -> Iterator[int]:
-    raise AssertionError("it began")
+def prompt_of(length: int, *, seed: int = 0) -> list[int]:
+    return [(seed * 31 + i * (7 + seed)) % 150 for i in range(length)]
 
 
-def gated(gate: threading.Event) -> Callable[[Job[int]], Iterator[int]]:
-    """Hold the engine's thread until the gate opens, so that a test can queue jobs meanwhile."""
+class Passes:
+    """Records how many new rows each cache got in each pass of a target, in order."""
 
-    def items(job: Job[int]) -> Iterator[int]:
-        assert gate.wait(PATIENCE)
-        yield 0
+    def __init__(self, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rows: list[dict[int, int]] = []
+        forward = target.forward_many
 
-    return items
+        def recording(segments: Sequence[Segment]) -> list[TargetOutput]:
+            self.rows.append({id(segment.cache): segment.num_rows for segment in segments})
+            self.before()
+            return forward(segments)
 
+        monkeypatch.setattr(target, "forward_many", recording)
 
-def test_a_job_delivers_its_items_in_order_and_then_that_it_is_done(scheduler: Scheduler) -> None:
-    for count in (0, 1, 50):
-        caller = Caller(counting(count))
-        scheduler.submit(caller.job)
-        assert caller.wait() == list(range(count))
-        assert caller.ending == ("done", None)
-
-
-def test_jobs_take_turns(scheduler: Scheduler) -> None:
-    gate, order = threading.Event(), list[str]()
-
-    def named(name: str, count: int) -> Callable[[Job[int]], Iterator[int]]:
-        def items(job: Job[int]) -> Iterator[int]:
-            for number in range(count):
-                order.append(name)
-                yield number
-
-        return items
-
-    callers = [Caller(gated(gate)), Caller(named("a", 4)), Caller(named("b", 2)), Caller(named("c", 4))]
-    for caller in callers:
-        scheduler.submit(caller.job)
-    gate.set()
-    for caller in callers:
-        caller.wait()
-    assert "".join(order) == "abcabcacac"
+    def before(self) -> None:
+        """Is called before every pass."""
 
 
-def test_a_cancelled_job_stops_within_one_step_and_is_closed(scheduler: Scheduler) -> None:
-    closed = threading.Event()
-
-    def endless(job: Job[int]) -> Iterator[int]:
-        try:
-            number = 0
-            while True:
-                if number == 3:
-                    job.cancel()
-                yield number
-                number += 1
-        finally:
-            closed.set()
-
-    caller = Caller(endless)
-    scheduler.submit(caller.job)
-    assert caller.wait() == [0, 1, 2, 3]
-    assert caller.ending == ("done", None)
-    assert closed.is_set()
+def all_at_once(calls: Sequence[Callable[[], list[Step]]]) -> list[list[Step]]:
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [future.result(PATIENCE) for future in [pool.submit(call) for call in calls]]
 
 
-def test_a_job_cancelled_before_its_turn_never_begins(scheduler: Scheduler) -> None:
-    gate = threading.Event()
-    first, second = Caller(gated(gate)), Caller(never)
-    scheduler.submit(first.job)
-    scheduler.submit(second.job)
-    second.job.cancel()
-    gate.set()
-    assert second.wait() == []
-    assert second.ending == ("done", None)
+def ragged(target: Target) -> list[tuple[Drafter, Request]]:
+    """Requests that differ in everything: lengths, sampling, drafters, ends."""
+    dlite = DLiteDrafter(random_dlite(target, group=2), target.embedding)
+    drafters: list[Drafter] = [NullDrafter(), LookupDrafter(min_match=1), dlite, HybridDrafter(LookupDrafter(), dlite)]
+    requests = []
+    for index, length in enumerate((1, 3, 17, 31, 32, 33, 90, PREFILL_CHUNK + 5)):
+        sampling = SamplingParams() if index % 2 else SamplingParams(temperature=0.9, seed=index)
+        request = Request(
+            prompt_of(length, seed=index),
+            sampling=sampling,
+            max_new_tokens=LENGTH + index,
+            end_ids=frozenset([index]),
+            max_draft=(0, 3, 7)[index % 3],
+        )
+        requests.append((drafters[index % 4], request))
+    return requests
 
 
-@pytest.mark.parametrize("error", [ValueError("at the third"), KeyboardInterrupt(), SystemExit(3), GeneratorExit()])
-def test_an_error_of_a_job_is_delivered_to_its_caller_alone(scheduler: Scheduler, error: BaseException) -> None:
-    def failing(job: Job[int]) -> Iterator[int]:
-        yield 0
-        yield 1
-        raise error
-
-    gate = threading.Event()
-    callers = [Caller(gated(gate)), Caller(failing), Caller(counting(6))]
-    for caller in callers:
-        scheduler.submit(caller.job)
-    gate.set()
-    assert callers[1].wait() == [0, 1]
-    assert callers[1].ending == ("failed", error)
-    assert callers[2].wait() == list(range(6))
-
-
-def test_an_error_before_the_first_item_is_delivered_too(scheduler: Scheduler) -> None:
-    error = StopIteration()
-
-    def failing(job: Job[int]) -> Iterator[int]:
-        raise error
-
-    caller = Caller(failing)
-    scheduler.submit(caller.job)
-    caller.wait()
-    assert caller.ending == ("failed", error)
-
-
-@pytest.mark.parametrize("error", [RuntimeError("the loop is closed"), StopIteration(), KeyboardInterrupt()])
-@pytest.mark.parametrize("num_heard", [0, 2])
-def test_a_caller_that_cannot_be_told_harms_no_one(
-    scheduler: Scheduler, error: BaseException, num_heard: int, caplog: pytest.LogCaptureFixture
+def test_texts_decoded_together_are_the_texts_they_are_alone(
+    target: Target, make: Callable[..., Scheduler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    heard, closed = list[str](), threading.Event()
+    requests = ragged(target)
+    alone = [text_of(list(decode(target, new_state(target), NullDrafter(), request))) for _, request in requests]
+    passes, scheduler = Passes(target, monkeypatch), make(target)
+    barrier = threading.Barrier(len(requests))
 
-    def items(job: Job[int]) -> Iterator[int]:
-        try:
-            yield from range(10)
-        finally:
-            closed.set()
+    def call(drafter: Drafter, request: Request) -> list[Step]:
+        barrier.wait(PATIENCE)
+        return list(scheduler.decode(new_state(target), drafter, request))
 
-    def deliver(kind: str, value: object) -> None:
-        if len(heard) == num_heard:
-            raise error
-        heard.append(kind)
-
-    other = Caller(counting(20))
-    scheduler.submit(Job(items, deliver))
-    scheduler.submit(other.job)
-    assert other.wait() == list(range(20))
-    assert heard == ["item"] * num_heard
-    assert closed.is_set()
-    later = Caller(counting(2))
-    scheduler.submit(later.job)
-    assert later.wait() == [0, 1]
-    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    steps = all_at_once([lambda d=drafter, r=request: call(d, r) for drafter, request in requests])  # type: ignore[misc]
+    assert [text_of(one) for one in steps] == alone
+    assert max(len(rows) for rows in passes.rows) > 2
+    assert max(step.num_shared for one in steps for step in one) > 2
 
 
-def test_an_error_as_a_cancelled_job_closes_is_delivered(scheduler: Scheduler) -> None:
-    error = ValueError("in the finally")
-
-    def items(job: Job[int]) -> Iterator[int]:
-        try:
-            yield 0
-            job.cancel()
-            yield 1
-        finally:
-            raise error
-
-    caller = Caller(items)
-    scheduler.submit(caller.job)
-    assert caller.wait() == [0, 1]
-    assert caller.ending == ("failed", error)
-
-
-def test_closing_ends_every_job_and_refuses_new_ones() -> None:
-    def endless(job: Job[int]) -> Iterator[int]:
-        while True:
-            yield 0
-
-    scheduler = Scheduler("test-engine")
-    callers = [Caller(endless) for _ in range(3)]
-    for caller in callers:
-        scheduler.submit(caller.job)
-    scheduler.close()
-    for caller in callers:
-        assert caller.ended.is_set()
-        assert caller.ending == ("done", None)
-    assert not [thread for thread in threading.enumerate() if thread.name == "test-engine"]
-    with pytest.raises(DLiteError, match="closed"):
-        scheduler.submit(Caller(counting(1)).job)
-    scheduler.close()
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_a_packed_pass_gives_each_session_what_it_gets_alone(quantize: Any) -> None:
+    target = tiny_target("llama", quantize=quantize)
+    lengths, news = (0, 5, 40, 200), (1, 4, 2, 9)
+    packed: list[Segment] = []
+    alone: list[Segment] = []
+    expected = []
+    for seed, (length, new) in enumerate(zip(lengths, news, strict=True)):
+        ids = prompt_of(new, seed=seed + 10)
+        for segments in (packed, alone):
+            cache = target.new_cache()
+            if length:
+                target.forward(prompt_of(length, seed=seed), cache)
+            segments.append(Segment(ids, cache, num_logits=new, num_features=min(new, 2)))
+        expected.append(target.forward_many([alone[-1]])[0])
+    for output, single, one, two in zip(target.forward_many(packed), expected, packed, alone, strict=True):
+        tolerance = 0 if quantize else 1e-5
+        assert (output.logits - single.logits).abs().max() <= tolerance
+        assert (output.features - single.features).abs().max() <= tolerance
+        rows = two.cache.num_rows
+        assert one.cache.num_rows == rows
+        assert (one.cache.rows(0, rows) - two.cache.rows(0, rows)).abs().max() <= tolerance
 
 
-def test_a_scheduler_without_work_closes() -> None:
-    Scheduler().close()
+def test_a_failing_packed_pass_leaves_every_cache_where_it_was(llama: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    segments = []
+    for seed in range(3):
+        cache = llama.new_cache()
+        llama.forward(prompt_of(9, seed=seed), cache)
+        segments.append(Segment([1, 2, 3], cache))
+    decoder: Any = llama.model.get_decoder()
+    handle = decoder.layers[2].register_forward_hook(lambda *_: (_ for _ in ()).throw(RuntimeError("no memory")))
+    with pytest.raises(RuntimeError, match="no memory"):
+        llama.forward_many(segments)
+    handle.remove()
+    assert [segment.cache.num_rows for segment in segments] == [9, 9, 9]
+    again = llama.forward_many(segments)
+    fresh = llama.forward([*prompt_of(9, seed=1), 1, 2, 3], llama.new_cache())
+    assert (again[1].logits - fresh.logits).abs().max() <= 1e-4
 
 
-def test_a_job_may_close_the_scheduler_it_runs_on_and_those_queued_do_not_begin() -> None:
-    scheduler = Scheduler("test-engine")
+def test_a_long_prompt_holds_the_others_up_by_one_chunk(
+    llama: Target, make: Callable[..., Scheduler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tiny_target(max_position_embeddings=4096)
+    passes, scheduler = Passes(target, monkeypatch), make(target)
+    short, long = new_state(target), new_state(target)
+    steps = scheduler.decode(short, NullDrafter(), Request(prompt_of(8), max_new_tokens=400))
+    next(steps)
+    with ThreadPoolExecutor(2) as pool:
+        request = Request(prompt_of(6 * PREFILL_CHUNK), max_new_tokens=2)
+        finished = pool.submit(lambda: list(scheduler.decode(long, NullDrafter(), request)))
+        list(steps)
+        finished.result(PATIENCE)
+    chunks = [index for index, rows in enumerate(passes.rows) if rows.get(id(long.cache), 0) > ROWWISE_MAX_ROWS]
+    assert len(chunks) == 6
+    assert all(len(passes.rows[index]) == 1 for index in chunks)
+    for before, after in pairwise(chunks):
+        assert any(id(short.cache) in rows for rows in passes.rows[before + 1 : after])
 
-    def items(job: Job[int]) -> Iterator[int]:
+
+def test_two_long_prompts_take_turns(make: Callable[..., Scheduler], monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_target(max_position_embeddings=4096)
+    passes, scheduler = Passes(target, monkeypatch), make(target)
+    states = [new_state(target), new_state(target)]
+
+    def until_both_are_there() -> None:
+        while len(scheduler._active) + len(scheduler._waiting) < 2 and len(passes.rows) < 3:
+            pass
+
+    monkeypatch.setattr(passes, "before", until_both_are_there)
+
+    def call(index: int) -> list[Step]:
+        request = Request(prompt_of(4 * PREFILL_CHUNK, seed=index), max_new_tokens=1)
+        return list(scheduler.decode(states[index], NullDrafter(), request))
+
+    all_at_once([lambda: call(0), lambda: call(1)])
+    order = [next(iter(rows)) for rows in passes.rows]
+    assert Counter(order) == {id(states[0].cache): 4, id(states[1].cache): 4}
+    assert all(before != after for before, after in pairwise(order[1:7]))
+
+
+def test_closing_an_iteration_stops_its_text_and_frees_its_state(llama: Target, make: Callable[..., Scheduler]) -> None:
+    scheduler, state = make(llama), new_state(llama)
+    steps = scheduler.decode(state, NullDrafter(), Request(prompt_of(5), max_new_tokens=400))
+    given = [*next(steps).tokens, *next(steps).tokens]
+    steps.close()  # type: ignore[attr-defined]
+    held = state.ids.tolist()
+    assert held[: 5 + len(given)] == prompt_of(5) + given
+    assert len(held) <= 5 + len(given) + 3  # it may have been a little ahead, no more
+    again = text_of(list(scheduler.decode(state, NullDrafter(), Request(prompt_of(5), max_new_tokens=9))))
+    assert again == text_of(
+        list(decode(llama, new_state(llama), NullDrafter(), Request(prompt_of(5), max_new_tokens=9)))
+    )
+
+
+def test_a_cancelled_text_ends_and_one_that_waits_never_begins(llama: Target, make: Callable[..., Scheduler]) -> None:
+    scheduler, cancelled = make(llama, limits=Limits(max_active=1)), threading.Event()
+    request = Request(prompt_of(5), max_new_tokens=400, is_cancelled=cancelled.is_set)
+    first = scheduler.decode(new_state(llama), NullDrafter(), request)
+    next(first)
+    waiting_state = new_state(llama)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(lambda: list(scheduler.decode(waiting_state, NullDrafter(), request)))
+        cancelled.set()
+        assert waiting.result(PATIENCE) == []
+    assert waiting_state.num_rows == 0
+    assert len(list(first)) <= 3
+
+
+def test_a_slow_caller_waits_alone(llama: Target, make: Callable[..., Scheduler]) -> None:
+    scheduler, slow_state = make(llama), new_state(llama)
+    slow = scheduler.decode(slow_state, NullDrafter(), Request(prompt_of(5), max_new_tokens=300))
+    next(slow)
+    other = list(scheduler.decode(new_state(llama), NullDrafter(), Request(prompt_of(6), max_new_tokens=60)))
+    assert len(text_of(other)) == 60
+    assert len(slow_state.ids) <= 5 + 4  # not decoded ahead of its caller
+    assert len(text_of(list(slow))) == 299
+
+
+def test_more_texts_than_places_wait_and_more_than_may_wait_are_refused(
+    llama: Target, make: Callable[..., Scheduler]
+) -> None:
+    scheduler = make(llama, limits=Limits(max_active=1, max_waiting=1))
+    request = Request(prompt_of(5), max_new_tokens=60)
+    first = scheduler.decode(new_state(llama), NullDrafter(), request)
+    next(first)
+    with ThreadPoolExecutor(1) as pool:
+        second = pool.submit(lambda: list(scheduler.decode(new_state(llama), NullDrafter(), request)))
+        while len(scheduler._waiting) < 1:
+            pass
+        with pytest.raises(EngineBusyError, match="1 texts wait"):
+            next(scheduler.decode(new_state(llama), NullDrafter(), request))
+        rest = text_of(list(first))
+        assert text_of(second.result(PATIENCE))[1:] == rest
+
+
+@pytest.mark.parametrize("limits", [{"max_active": 0}, {"max_waiting": -1}])
+def test_limits_that_cannot_work_are_refused(limits: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="max_"):
+        Limits(**limits)
+
+
+def test_an_error_of_one_text_is_raised_in_its_caller_alone(llama: Target, make: Callable[..., Scheduler]) -> None:
+    scheduler, barrier = make(llama), threading.Barrier(2)
+
+    def fail(done: int, total: int) -> None:
+        raise ValueError("the progress bar broke")
+
+    def call(request: Request) -> list[Step]:
+        barrier.wait(PATIENCE)
+        return list(scheduler.decode(new_state(llama), NullDrafter(), request))
+
+    good, bad = Request(prompt_of(5), max_new_tokens=30), Request(prompt_of(5), on_prefill=fail)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.submit(call, good), pool.submit(call, bad)
+        with pytest.raises(ValueError, match="progress bar"):
+            second.result(PATIENCE)
+        assert len(text_of(first.result(PATIENCE))) == 30
+
+
+def test_an_error_of_the_pass_ends_its_texts_and_the_engine_goes_on(
+    llama: Target, make: Callable[..., Scheduler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler, state = make(llama), new_state(llama)
+    with monkeypatch.context() as patched:
+        patched.setattr(llama, "forward_many", lambda segments: (_ for _ in ()).throw(MemoryError("no room")))
+        with pytest.raises(MemoryError, match="no room"):
+            next(scheduler.decode(state, NullDrafter(), Request(prompt_of(5))))
+    steps = list(scheduler.decode(state, NullDrafter(), Request(prompt_of(5), max_new_tokens=4)))
+    assert len(text_of(steps)) == 4
+
+
+def test_a_prompt_that_is_too_long_is_refused_before_it_is_queued(
+    llama: Target, make: Callable[..., Scheduler]
+) -> None:
+    with pytest.raises(ContextLengthError):
+        next(make(llama).decode(new_state(llama), NullDrafter(), Request(prompt_of(600))))
+
+
+def test_closing_the_engine_is_an_error_for_those_it_serves(llama: Target, make: Callable[..., Scheduler]) -> None:
+    scheduler = make(llama, limits=Limits(max_active=1))
+    request = Request(prompt_of(5), max_new_tokens=400)
+    active = scheduler.decode(new_state(llama), NullDrafter(), request)
+    next(active)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(lambda: list(scheduler.decode(new_state(llama), NullDrafter(), request)))
+        while len(scheduler._waiting) < 1:
+            pass
         scheduler.close()
-        yield 0
-        yield 1
-
-    gate = threading.Event()
-    first, closing, queued = Caller(gated(gate)), Caller(items), Caller(never)
-    for caller in (first, closing, queued):
-        scheduler.submit(caller.job)
-    gate.set()
-    assert [caller.wait() for caller in (first, closing, queued)] == [[0], [0], []]
-    assert [caller.ending for caller in (first, closing, queued)] == [("done", None)] * 3
+        with pytest.raises(DLiteError, match="closed while"):
+            waiting.result(PATIENCE)
+    with pytest.raises(DLiteError, match="closed while"):
+        list(active)
+    with pytest.raises(DLiteError, match="is closed"):
+        next(scheduler.decode(new_state(llama), NullDrafter(), request))
     scheduler.close()
 
 
-def test_callers_on_many_threads_get_their_own_items_from_one_thread(scheduler: Scheduler) -> None:
-    workers, failures = set[int](), list[str]()
+def test_a_forked_child_is_told_instead_of_hanging(llama: Target, make: Callable[..., Scheduler]) -> None:
+    scheduler = make(llama)
+    before, scheduler._pid = scheduler._pid, scheduler._pid + 1
+    with pytest.raises(DLiteError, match="fork"):
+        next(scheduler.decode(new_state(llama), NullDrafter(), Request(prompt_of(5))))
+    scheduler._pid = before
 
-    def numbers(start: int) -> Callable[[Job[int]], Iterator[int]]:
-        def items(job: Job[int]) -> Iterator[int]:
-            for number in range(start, start + 10):
-                workers.add(threading.get_ident())
-                yield number
 
-        return items
+def test_adaptive_lengths_change_no_token_of_texts_decoded_together(
+    llama: Target, make: Callable[..., Scheduler]
+) -> None:
+    scheduler = make(llama, planner=AdaptiveLength(PassCost({1: 1.0, 8: 1.2, 64: 2.0})))
+    plain, calls = [], []
+    for seed in range(6):
+        request = Request(prompt_of(4 + seed, seed=seed), max_new_tokens=60, max_draft=12)
+        plain.append(text_of(list(decode(llama, new_state(llama), NullDrafter(), request))))
+        wrong = [token if i % (seed + 2) else 3 for i, token in enumerate(plain[-1])]
+        script = ScriptedDrafter(wrong, start=len(request.prompt_ids))
+        calls.append(lambda s=script, r=request: list(scheduler.decode(new_state(llama), s, r)))
+    steps = all_at_once(calls)
+    assert [text_of(one) for one in steps] == plain
+    assert sum(step.num_proposed for one in steps for step in one) > 0
 
-    def call_often(start: int) -> None:
-        for round_ in range(20):
-            caller = Caller(numbers(start + round_))
-            scheduler.submit(caller.job)
-            if caller.wait() != list(range(start + round_, start + round_ + 10)):
-                failures.append(f"{start} {round_}: {caller.items}")
 
-    threads = [threading.Thread(target=call_often, args=(1000 * number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE)
-    assert not any(thread.is_alive() for thread in threads)
-    assert failures == []
-    assert len(workers) == 1
-    assert threading.get_ident() not in workers
+def test_copies_of_a_state_go_on_alone(llama: Target, make: Callable[..., Scheduler]) -> None:
+    """One prefilled prompt, several continuations: what `n` choices are made of."""
+    scheduler, first = make(llama), new_state(llama)
+    prompt = prompt_of(40)
+    list(scheduler.decode(first, NullDrafter(), Request(prompt, max_new_tokens=1)))
+    copies = [first.copy(llama.new_cache()) for _ in range(3)]
+    requests = [Request(prompt, sampling=SamplingParams(temperature=1.2, seed=s), max_new_tokens=12) for s in range(3)]
+    calls = [
+        lambda c=c, r=r: list(scheduler.decode(c, NullDrafter(), r)) for c, r in zip(copies, requests, strict=True)
+    ]
+    steps = all_at_once(calls)
+    assert [one[0].num_reused for one in steps] == [39] * 3
+    alone = [text_of(list(decode(llama, new_state(llama), NullDrafter(), r))) for r in requests]
+    assert [text_of(one) for one in steps] == alone
+    assert len({tuple(text) for text in alone}) > 1
+
+
+def test_a_state_lives_on_the_engines_thread_without_gradients(llama: Target, make: Callable[..., Scheduler]) -> None:
+    with torch.enable_grad():
+        state = new_state(llama)
+        list(make(llama).decode(state, NullDrafter(), Request(prompt_of(5), max_new_tokens=3)))
+    assert state.pivot is not None
+    assert not state.pivot.requires_grad

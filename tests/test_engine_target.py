@@ -19,7 +19,7 @@ from dlite_agent.engine.decode import Request, decode
 from dlite_agent.engine.state import TargetState
 from dlite_agent.engine.target import Target, fingerprint_of
 from dlite_agent.errors import ConfigError, CorruptModelError, UnsupportedModelError
-from dlite_agent.testing import tiny_target
+from dlite_agent.testing import tiny_target, write_tiny_chat_model
 
 IDS: list[int] = np.random.default_rng(5).integers(0, 160, size=50).tolist()
 
@@ -142,7 +142,7 @@ def test_a_number_of_features_that_does_not_fit_is_refused(num_layers: int, num_
     ("model_type", "fields", "match"),
     [
         ("gpt2", {}, "'gpt2'"),
-        ("mistral", {}, "'mistral'"),
+        ("gemma2", {}, "'gemma2'"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "'dynamic'"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "bidirectional"),
     ],
@@ -216,3 +216,9 @@ def test_weights_that_no_fingerprint_covers_are_not_loaded(model_folder: Path) -
     (model_folder / "model.safetensors").unlink()
     with pytest.raises(CorruptModelError):
         Target.load(model_folder)
+
+
+@pytest.mark.parametrize("device", ["cuda:7", "nonsense"])
+def test_a_device_that_is_not_there_is_refused(tmp_path: Path, device: str) -> None:
+    with pytest.raises(ConfigError, match=r"device .* expected cpu, cuda or mps"):
+        Target.load(write_tiny_chat_model(tmp_path), device=device)

@@ -20,6 +20,7 @@ FORBIDDEN = {
     "constraints.py": ("torch", "langchain", "langgraph", "redis", "dlite_agent.sessions"),
     "session_keeper.py": ("langchain", "langgraph", "dlite_agent.prompting", "dlite_agent.agent"),
     "agent": ("torch", "redis", "dlite_agent.engine", "dlite_agent.drafters", "dlite_agent.sessions"),
+    "train": ("langgraph", "redis", "dlite_agent.sessions", "dlite_agent.agent"),
     "chat_model.py": ("dlite_agent.agent", "dlite_agent.demo", "dlite_agent.cli"),
 }
 

@@ -11,8 +11,23 @@ from pathlib import Path
 from typing import Any
 
 
-def json_line(bench: str, figures: Mapping[str, float], **configuration: Any) -> str:
-    """Return one line of JSON with figures, configuration, machine and versions."""
+def json_line(
+    bench: str,
+    figures: Mapping[str, float],
+    *,
+    seed: int | None = None,
+    details: Mapping[str, Any] | None = None,
+    **configuration: Any,
+) -> str:
+    """Return one line of JSON with figures, configuration, machine and versions.
+
+    Args:
+        bench: The benchmark's name.
+        figures: What was measured, plain numbers.
+        seed: What names the noise in it, or None if there is none.
+        details: What lies behind the figures.
+        **configuration: What was asked for.
+    """
     import torch
 
     machine = {
@@ -22,7 +37,9 @@ def json_line(bench: str, figures: Mapping[str, float], **configuration: Any) ->
         "system": platform.platform(),
     }
     versions = {name: version(name) for name in ("torch", "transformers", "dlite-agent")}
-    fields = {"bench": bench, "figures": dict(figures), "configuration": configuration}
+    fields: dict[str, Any] = {"bench": bench, "figures": dict(figures), "configuration": configuration, "seed": seed}
+    if details is not None:
+        fields["details"] = dict(details)
     return json.dumps({**fields, "machine": machine, "versions": versions, "commit": _commit()})
 
 

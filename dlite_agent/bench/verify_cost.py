@@ -24,22 +24,34 @@ class PassCost:
     max_ms: float
 
 
-def measure(target: Target, *, context: int, repeats: int) -> dict[str, list[PassCost]]:
-    """Time passes with the small-row products and with the stock ones, interleaved, over `context` cached rows."""
-    cache = target.new_cache()
-    target.forward([i % 1000 + 10 for i in range(context)], cache)
-    times: dict[tuple[str, int], list[float]] = {}
+def measure(target: Target, *, context: int, repeats: int, exact: Target | None = None) -> dict[str, list[PassCost]]:
+    """Time passes over `context` cached rows, the variants interleaved.
+
+    Args:
+        target: Measured with its small-row products ("ours") and with the stock ones ("stock").
+        context: Rows in the cache.
+        repeats: Timings per figure.
+        exact: The same model with exact=True, measured as "exact"; None leaves that out.
+    """
     layers = [module for module in target.model.modules() if isinstance(module, SmallRowLinear)]
-    variants = ("ours", "stock") if layers else ("ours",)
+    variants = {"ours": target} | ({"stock": target} if layers else {}) | ({} if exact is None else {"exact": exact})
+    caches = {name: _filled_cache(variant, context) for name, variant in variants.items()}
+    times: dict[tuple[str, int], list[float]] = {}
     for repeat in range(repeats + 1):  # the first round warms up
-        for name in variants:
+        for name, variant in variants.items():
             _set_stock(layers, name == "stock")
             for rows in ROWS:
-                elapsed = _pass_ms(target, cache, rows)
+                elapsed = _pass_ms(variant, caches[name], rows)
                 if repeat:
                     times.setdefault((name, rows), []).append(elapsed)
     _set_stock(layers, False)
     return {name: [_cost(rows, times[name, rows]) for rows in ROWS] for name in variants}
+
+
+def _filled_cache(target: Target, context: int) -> SlabCache:
+    cache = target.new_cache()
+    target.forward([i % 1000 + 10 for i in range(context)], cache)
+    return cache
 
 
 def _cost(rows: int, times: Sequence[float]) -> PassCost:

@@ -1,9 +1,15 @@
-"""Reading and writing DLite checkpoints (`dlite_v1`): config.json and safetensors, validated field by field."""
+"""Reading and writing DLite checkpoints: config.json and safetensors, validated field by field.
+
+`dlite_v1` is the published format. `dlite_agent_v1` adds to `dlite_config` the fields `draft_vocab_size`,
+`confidence_head` and `mask_embedding`; to the tensors `draft_to_target` (int32, ascending ids), `mask_embedding` and
+`sequential_head.confidence_proj.{weight, bias}`; and has `sequential_head.prev_token_proj.weight` (r x d, applied to
+the target's embedding) in place of `sequential_head.prev_token_embedding.weight`.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +17,11 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from dlite_agent.drafters.dlite import DLiteConfig, DLiteModel
+from dlite_agent.drafters.dlite import AGENT_V1, V1, VERSIONS, DLiteConfig, DLiteModel
 from dlite_agent.drafters.pivot import pivot_layer_ids
 from dlite_agent.errors import ConfigError, DrafterFormatError, DrafterMismatchError
 
-VERSION = "dlite_v1"
+VERSION = V1
 _ROLE = "pivot_q_student"
 _HEAD = "rnn"
 _PLAIN = (
@@ -78,7 +84,11 @@ def read_config(folder: Path) -> DLiteConfig:
     """
     fields = _read_json(folder / "config.json")
     nested = _require(fields, "dlite_config", dict, where="config")
-    _expect(nested.get("architecture_version"), VERSION, field="dlite_config.architecture_version")
+    version = nested.get("architecture_version")
+    if version not in VERSIONS:
+        raise DrafterFormatError(
+            f"dlite_config.architecture_version is {version!r}; expected {' or '.join(map(repr, VERSIONS))}"
+        )
     _expect(nested.get("model_role"), _ROLE, field="dlite_config.model_role")
     _expect(nested.get("sequential_head"), _HEAD, field="dlite_config.sequential_head")
     plain = {name: _require(fields, name, int, where="config") for name in _PLAIN}
@@ -100,9 +110,29 @@ def read_config(folder: Path) -> DLiteConfig:
             rope_theta=_rope_theta(fields),
             rms_norm_eps=_positive(fields.get("rms_norm_eps", 1e-6), field="rms_norm_eps"),
             attention_bias=bool(fields.get("attention_bias", False)),
+            **_extensions(nested, version),
         )
     except ConfigError as error:
         raise DrafterFormatError(f"{folder / 'config.json'}: {error}") from error
+
+
+def _extensions(nested: Mapping[str, Any], version: str) -> dict[str, Any]:
+    """Read the fields that only our own version has."""
+    if version != AGENT_V1:
+        return {}
+    return {
+        "version": version,
+        "draft_vocab_size": _require(nested, "draft_vocab_size", int, where="dlite_config"),
+        "has_confidence": _flag(nested, "confidence_head"),
+        "has_mask_embedding": _flag(nested, "mask_embedding"),
+    }
+
+
+def _flag(nested: Mapping[str, Any], name: str) -> bool:
+    value = nested.get(name)
+    if not isinstance(value, bool):
+        raise DrafterFormatError(f"dlite_config.{name} is {value!r}; expected true or false")
+    return value
 
 
 def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -125,7 +155,7 @@ def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def load(folder: Path, *, dtype: torch.dtype | None = None) -> DLiteModel:
-    """Load a `dlite_v1` checkpoint.
+    """Load a checkpoint of any of `VERSIONS`.
 
     Args:
         folder: Holds config.json and model.safetensors, or shards and their index.
@@ -138,39 +168,90 @@ def load(folder: Path, *, dtype: torch.dtype | None = None) -> DLiteModel:
     tensors = _read_tensors(folder)
     with torch.device("meta"):
         model = DLiteModel(config)
-    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    for name, shape in expected.items():
-        if name not in tensors:
-            raise DrafterFormatError(f"{folder} lacks the tensor {name} {list(shape)}")
-        got = tuple(tensors[name].shape)
-        if got != shape:
-            raise DrafterFormatError(f"{folder}: tensor {name} has shape {list(got)}; expected {list(shape)}")
-        if not tensors[name].is_floating_point():
-            raise DrafterFormatError(f"{folder}: tensor {name} has dtype {tensors[name].dtype}; expected a float type")
-    if unknown := sorted(set(tensors) - set(expected)):
-        raise DrafterFormatError(f"{folder}: tensors {unknown[:4]} are not part of {VERSION}")
+    _check_tensors(folder, tensors, model.state_dict())
+    if config.version == AGENT_V1:
+        _check_draft_vocabulary(tensors["draft_to_target"], config)
     model.load_state_dict(tensors, assign=True)
     return model if dtype is None else model.to(dtype)
 
 
-def save(model: DLiteModel, folder: Path) -> None:
-    """Write a model as a `dlite_v1` checkpoint."""
+def _check_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:
+    for name, like in wanted.items():
+        if name not in tensors:
+            raise DrafterFormatError(f"{folder} lacks the tensor {name} {list(like.shape)}")
+        got = tensors[name]
+        if got.shape != like.shape:
+            raise DrafterFormatError(
+                f"{folder}: tensor {name} has shape {list(got.shape)}; expected {list(like.shape)}"
+            )
+        if got.is_floating_point() != like.is_floating_point():
+            kind = "a float type" if like.is_floating_point() else str(like.dtype)
+            raise DrafterFormatError(f"{folder}: tensor {name} has dtype {got.dtype}; expected {kind}")
+    if unknown := sorted(set(tensors) - set(wanted)):
+        raise DrafterFormatError(f"{folder}: tensors {unknown[:4]} are not part of its version")
+
+
+def _check_draft_vocabulary(draft_to_target: torch.Tensor, config: DLiteConfig) -> None:
+    """Refuse ids that the target does not have, and an order in which they cannot be looked up."""
+    if draft_to_target.dtype != torch.int32:
+        raise DrafterFormatError(f"tensor draft_to_target has dtype {draft_to_target.dtype}; expected torch.int32")
+    if draft_to_target[0] < 0 or draft_to_target[-1] >= config.vocab_size or (draft_to_target.diff() < 1).any():
+        raise DrafterFormatError(f"draft_to_target holds no ascending ids 0..{config.vocab_size - 1}")
+
+
+def read_target_names(folder: Path) -> tuple[str, ...]:
+    """Return the names of the targets that a checkpoint was trained for; empty where it does not say.
+
+    Raises:
+        DrafterFormatError: If its configuration cannot be read.
+    """
+    nested = _require(_read_json(folder / "config.json"), "dlite_config", dict, where="config")
+    names = nested.get("target_names", [])
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise DrafterFormatError(f"dlite_config.target_names is {names!r}; expected a list of names")
+    return tuple(names)
+
+
+def save(
+    model: DLiteModel, folder: Path, *, dtype: torch.dtype | None = None, target_names: Sequence[str] = ()
+) -> None:
+    """Write a model as a checkpoint of its configuration's version.
+
+    Args:
+        model: What to write.
+        folder: Created if need be.
+        dtype: Type to store the weights in; None keeps theirs.
+        target_names: What the target is called: a registry name, a hub id.
+    """
     config = model.config
     fields: dict[str, Any] = {name: getattr(config, name) for name in _PLAIN}
     for name in ("head_dim", "rope_theta", "rms_norm_eps", "attention_bias"):
         fields[name] = getattr(config, name)
     fields |= {"architectures": ["DLiteDraftModel"], "model_type": "qwen3"}
     fields["dlite_config"] = {
-        "architecture_version": VERSION,
+        "architecture_version": config.version,
         "model_role": _ROLE,
         "chs_num_layers": len(config.target_layer_ids),
         "target_layer_ids": list(config.target_layer_ids),
         "sequential_head": _HEAD,
         **{name: getattr(config, name) for name in _NESTED},
     }
+    if config.version == AGENT_V1:
+        fields["dlite_config"] |= {
+            "draft_vocab_size": config.draft_vocab_size,
+            "confidence_head": config.has_confidence,
+            "mask_embedding": config.has_mask_embedding,
+        }
+    if target_names:
+        fields["dlite_config"]["target_names"] = list(target_names)
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(model.state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
+    tensors = {name: _stored(tensor, dtype) for name, tensor in model.state_dict().items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(fields, indent=1) + "\n")
+
+
+def _stored(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    return tensor.to(dtype if tensor.is_floating_point() and dtype else tensor.dtype).contiguous()
 
 
 def check_target(config: DLiteConfig, *, hidden_size: int, vocab_size: int, num_layers: int) -> None:

@@ -4,11 +4,17 @@ After "DLite: History-free Speculative Decoding for Agentic AI" (SJTU-DAI-Sys/DL
 [S, d] row of target hidden states (the pivot) is the whole context: S key/value slots, G anchor queries and K mask
 queries attend to each other in N small layers, then a light recurrent head restores order inside the block. The cost
 per draft is O(S + K) whatever the context length, positions are local, and nothing is kept between two drafts.
+
+Two versions share the code. `dlite_v1` is the published one. `dlite_agent_v1` is ours, made for small machines: the
+head writes only the `draft_vocab_size` most frequent tokens, its previous-token embedding is a projection of the
+target's, and it may have a confidence head and a learned mask.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import nn
@@ -16,6 +22,11 @@ from torch.nn import functional
 
 from dlite_agent.drafters.protocol import DraftView, Proposal
 from dlite_agent.errors import ConfigError
+
+V1 = "dlite_v1"
+AGENT_V1 = "dlite_agent_v1"
+VERSIONS = (V1, AGENT_V1)
+_FEW_ROWS = 32
 
 _SIZES = (
     "hidden_size",
@@ -41,6 +52,10 @@ class DLiteConfig:
         anchor_group_size: G, 1 for the anchor alone, 2 for its predecessor too.
         sequential_rank: r, width of the recurrent head.
         mask_token_id: Row of the target's embedding that stands for "draft here".
+        version: One of `VERSIONS`; what follows needs "dlite_agent_v1".
+        draft_vocab_size: V_d, how many tokens the head can write; 0 in "dlite_v1", where it can write all.
+        has_confidence: Whether a confidence head says how likely each token is to be accepted.
+        has_mask_embedding: Whether "draft here" is a learned vector instead of a row of the target's embedding.
     """
 
     hidden_size: int
@@ -59,6 +74,10 @@ class DLiteConfig:
     rope_theta: float = 1_000_000.0
     rms_norm_eps: float = 1e-6
     attention_bias: bool = False
+    version: str = V1
+    draft_vocab_size: int = 0
+    has_confidence: bool = False
+    has_mask_embedding: bool = False
 
     def __post_init__(self) -> None:
         for name in _SIZES:
@@ -76,11 +95,47 @@ class DLiteConfig:
             )
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise ConfigError(f"mask_token_id is {self.mask_token_id}; expected 0..{self.vocab_size - 1}")
+        self._check_version()
+
+    def _check_version(self) -> None:
+        if self.version not in VERSIONS:
+            raise ConfigError(f"version is {self.version!r}; expected one of {', '.join(VERSIONS)}")
+        least, most = (1, self.vocab_size) if self.version == AGENT_V1 else (0, 0)
+        if not least <= self.draft_vocab_size <= most:
+            raise ConfigError(
+                f"draft_vocab_size is {self.draft_vocab_size}; expected {least}..{most} in version {self.version}"
+            )
+        if self.version == V1 and (self.has_confidence or self.has_mask_embedding):
+            raise ConfigError(f"a confidence head or a learned mask in version {V1}; expected {AGENT_V1}")
 
     @property
     def num_drafts(self) -> int:
         """K, the most tokens one draft can have."""
         return self.block_size - 1
+
+
+class _Linear(nn.Linear):
+    """An `nn.Linear` that is fast for the few rows of a draft on a CPU; training goes the usual way."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Apply to `x [..., in]`."""
+        num_rows = x.numel() // self.in_features
+        is_plain = x.device.type != "cpu" or x.dtype != torch.float32 or torch.is_grad_enabled()
+        if num_rows > _FEW_ROWS or is_plain or not _has_onednn():
+            return super().forward(x)
+        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], None)
+        return y
+
+
+@lru_cache(maxsize=1)
+def _has_onednn() -> bool:
+    """Whether this build of torch multiplies with oneDNN, which reads a weight for few rows up to twice as fast."""
+    one = torch.ones(1, 1)
+    try:
+        torch.ops.mkldnn._linear_pointwise(one, one, None, "none", [], None)
+    except (RuntimeError, AttributeError):
+        return False
+    return True
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -95,10 +150,10 @@ class _Attention(nn.Module):
         super().__init__()
         width, head_dim, bias = config.hidden_size, config.head_dim, config.attention_bias
         self.head_dim = head_dim
-        self.q_proj = nn.Linear(width, config.num_attention_heads * head_dim, bias=bias)
-        self.k_proj = nn.Linear(width, config.num_key_value_heads * head_dim, bias=bias)
-        self.v_proj = nn.Linear(width, config.num_key_value_heads * head_dim, bias=bias)
-        self.o_proj = nn.Linear(config.num_attention_heads * head_dim, width, bias=bias)
+        self.q_proj = _Linear(width, config.num_attention_heads * head_dim, bias=bias)
+        self.k_proj = _Linear(width, config.num_key_value_heads * head_dim, bias=bias)
+        self.v_proj = _Linear(width, config.num_key_value_heads * head_dim, bias=bias)
+        self.o_proj = _Linear(config.num_attention_heads * head_dim, width, bias=bias)
         self.q_norm = nn.RMSNorm(head_dim, eps=config.rms_norm_eps)
         self.k_norm = nn.RMSNorm(head_dim, eps=config.rms_norm_eps)
 
@@ -125,9 +180,9 @@ class _Attention(nn.Module):
 class _Mlp(nn.Module):
     def __init__(self, config: DLiteConfig) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_proj = _Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = _Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = _Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -155,31 +210,73 @@ class SequentialHead(nn.Module):
 
     def __init__(self, config: DLiteConfig) -> None:
         super().__init__()
-        rank = config.sequential_rank
-        self.prev_token_embedding = nn.Embedding(config.vocab_size, rank)
-        self.state_proj = nn.Linear(2 * rank, 2 * rank)
-        self.state_hidden_mlp = nn.Linear(rank + config.hidden_size, rank)
-        self.output_proj = nn.Linear(rank, config.vocab_size, bias=False)
+        rank, width = config.sequential_rank, config.hidden_size
+        self.rank = rank
+        if config.version == AGENT_V1:
+            self.prev_token_proj = _Linear(width, rank, bias=False)
+        else:
+            self.prev_token_embedding = nn.Embedding(config.vocab_size, rank)
+        self.state_proj = _Linear(2 * rank, 2 * rank)
+        self.state_hidden_mlp = _Linear(rank + width, rank)
+        self.output_proj = _Linear(rank, config.draft_vocab_size or config.vocab_size, bias=False)
+        if config.has_confidence:
+            self.confidence_proj = _Linear(rank + width, 1)
 
     def start(self, batch: int) -> torch.Tensor:
         """Return the zero state `[batch, r]`."""
-        weight = self.state_proj.weight
-        return weight.new_zeros(batch, self.prev_token_embedding.embedding_dim)
+        return self.state_proj.weight.new_zeros(batch, self.rank)
 
-    def advance(self, state: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
-        """Take `token [B]` into `state [B, r]`."""
-        gate, candidate = self.state_proj(torch.cat([state, self.prev_token_embedding(token)], dim=-1)).chunk(2, dim=-1)
+    def previous(self, tokens: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
+        """Return what stands for previous `tokens [...]`, `[..., r]`; `embedding [vocab, d]` is the target's."""
+        if hasattr(self, "prev_token_proj"):
+            rows = functional.embedding(tokens, embedding).to(self.state_proj.weight.dtype)
+            projected: torch.Tensor = self.prev_token_proj(rows)
+            return projected
+        looked_up: torch.Tensor = self.prev_token_embedding(tokens)
+        return looked_up
+
+    def advance(self, state: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
+        """Take a token's `previous [B, r]` into `state [B, r]`."""
+        gate, candidate = self.state_proj(torch.cat([state, previous], dim=-1)).chunk(2, dim=-1)
         gate = torch.sigmoid(gate)
         return gate * state + (1 - gate) * torch.tanh(candidate)
 
     def logits(self, state: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Return `[B, vocab]` from `state [B, r]` and `hidden [B, d]`."""
+        """Return `[..., V_d]` from `state [..., r]` and `hidden [..., d]`."""
         out: torch.Tensor = self.output_proj(self.state_hidden_mlp(torch.cat([state, hidden], dim=-1)))
         return out
+
+    def confidence_logits(self, state: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Return `[...]`, whose sigmoid says how likely the token is to be accepted if those before it are."""
+        out: torch.Tensor = self.confidence_proj(torch.cat([hidden, state], dim=-1)).squeeze(-1)
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class Roll:
+    """A draft of n tokens for each of B texts.
+
+    Attributes:
+        tokens: `[B, n]`, ids of the target's vocabulary.
+        logits: `[B, n, V_d]`, over the head's vocabulary.
+        states: `[B, n, r]`, the head's, with all previous tokens taken in.
+        hidden: `[B, n, d]`, the block's.
+    """
+
+    tokens: torch.Tensor
+    logits: torch.Tensor
+    states: torch.Tensor
+    hidden: torch.Tensor
+
+
+Choose = Callable[[int, torch.Tensor], torch.Tensor]
+"""Chooses the k-th tokens `[B]`, ids of the target's vocabulary, from logits `[B, V_d]`."""
 
 
 class DLiteModel(nn.Module):
     """The network: local module and sequential head. Embeddings are the target's and are passed in."""
+
+    draft_to_target: torch.Tensor
 
     def __init__(self, config: DLiteConfig) -> None:
         super().__init__()
@@ -189,6 +286,12 @@ class DLiteModel(nn.Module):
         self.context_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layer_depth_embedding = nn.Embedding(config.num_target_layers, config.hidden_size)
         self.sequential_head = SequentialHead(config)
+        if config.has_mask_embedding:
+            self.mask_embedding = nn.Parameter(torch.zeros(config.hidden_size))
+        if config.version == AGENT_V1:
+            ascending = torch.arange(config.draft_vocab_size, dtype=torch.int32)  # as a checkpoint must have them
+            self.register_buffer("draft_to_target", ascending)
+        self._constants: dict[tuple[torch.dtype, torch.device], _Constants] = {}
 
     def hidden(self, pivot: torch.Tensor, anchors: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
         """Return the block's hidden states `[B, K, d]`.
@@ -198,57 +301,113 @@ class DLiteModel(nn.Module):
             anchors: `[B, G]`, the newest tokens, the anchor last.
             embedding: `[vocab, d]`, the target's.
         """
-        config = self.config
-        layer_ids = torch.tensor(config.target_layer_ids, device=pivot.device)
-        context = self.context_norm(pivot + self.layer_depth_embedding(layer_ids))
-        masks = anchors.new_full((anchors.shape[0], config.num_drafts), config.mask_token_id)
-        block = functional.embedding(torch.cat([anchors, masks], dim=1), embedding).to(context.dtype)
-        rope = self._rope(context.shape[1], block.shape[1], like=block)
+        config, constants = self.config, self._constants_like(pivot)
+        context = self.context_norm(pivot + self.layer_depth_embedding(constants.layer_ids))
+        mask: torch.Tensor = self.mask_embedding if config.has_mask_embedding else embedding[config.mask_token_id]
+        masks = mask.to(context.dtype).expand(anchors.shape[0], config.num_drafts, config.hidden_size)
+        block = torch.cat([functional.embedding(anchors, embedding).to(context.dtype), masks], dim=1)
         for layer in self.layers:
-            block = layer(block, context, rope)
-        out: torch.Tensor = self.norm(block)[:, -config.num_drafts :]
+            block = layer(block, context, constants.rope)
+        out: torch.Tensor = self.norm(block[:, -config.num_drafts :])
         return out
 
-    def start(self, anchors: torch.Tensor) -> torch.Tensor:
+    def start(self, anchors: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
         """Return the head's state before the anchor: zero, or one update on the anchor's predecessor."""
-        state = self.sequential_head.start(anchors.shape[0])
-        return self.sequential_head.advance(state, anchors[:, 0]) if self.config.anchor_group_size == 2 else state
+        head = self.sequential_head
+        state = head.start(anchors.shape[0])
+        return head.advance(state, head.previous(anchors[:, 0], embedding)) if anchors.shape[1] == 2 else state
 
     def greedy(
         self, pivot: torch.Tensor, anchors: torch.Tensor, embedding: torch.Tensor, *, num_tokens: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draft greedily; returns tokens `[B, n]` and logits `[B, n, vocab]` with n at most K."""
-        hidden = self.hidden(pivot, anchors, embedding)
-        return self._roll(hidden, anchors, num_tokens=num_tokens)
+        """Draft greedily; returns tokens `[B, n]` and logits `[B, n, V_d]` with n at most K."""
+        roll = self.roll(pivot, anchors, embedding, num_tokens=num_tokens, choose=self.likeliest)
+        return roll.tokens, roll.logits
 
-    def forced(self, hidden: torch.Tensor, anchors: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the logits `[B, n, vocab]` when `tokens [B, n]` are what was drafted."""
-        state, previous, logits = self.start(anchors), anchors[:, -1], []
+    def likeliest(self, k: int, logits: torch.Tensor) -> torch.Tensor:
+        """Return the likeliest tokens `[B]` of `logits [B, V_d]`, ids of the target's vocabulary."""
+        return self.to_target(logits.argmax(dim=-1))
+
+    def to_target(self, draft_ids: torch.Tensor) -> torch.Tensor:
+        """Return the target's ids of tokens of the head's vocabulary."""
+        return self.draft_to_target[draft_ids].long() if self.config.version == AGENT_V1 else draft_ids
+
+    def to_draft(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the places of tokens in the head's vocabulary; of one that it does not have, any place."""
+        if self.config.version != AGENT_V1:
+            return tokens
+        return torch.searchsorted(self.draft_to_target, tokens.int()).clamp(max=self.config.draft_vocab_size - 1)
+
+    def states(self, anchors: torch.Tensor, tokens: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
+        """Return the head's states `[B, n, r]` when `tokens [B, n]` are drafted (the last is not looked at)."""
+        head = self.sequential_head
+        taken_in = torch.cat([anchors[:, -1:], tokens[:, :-1]], dim=1)
+        previous = head.previous(taken_in, embedding)
+        state, states = self.start(anchors, embedding), []
         for k in range(tokens.shape[1]):
-            state = self.sequential_head.advance(state, previous)
-            logits.append(self.sequential_head.logits(state, hidden[:, k]))
-            previous = tokens[:, k]
-        return torch.stack(logits, dim=1)
+            state = head.advance(state, previous[:, k])
+            states.append(state)
+        return torch.stack(states, dim=1)
 
-    def _roll(
-        self, hidden: torch.Tensor, anchors: torch.Tensor, *, num_tokens: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        state, previous = self.start(anchors), anchors[:, -1]
-        tokens, logits = [], []
+    def forced(
+        self, hidden: torch.Tensor, anchors: torch.Tensor, tokens: torch.Tensor, embedding: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the logits `[B, n, V_d]` when `tokens [B, n]` are what was drafted."""
+        return self.sequential_head.logits(self.states(anchors, tokens, embedding), hidden[:, : tokens.shape[1]])
+
+    def roll(
+        self,
+        pivot: torch.Tensor,
+        anchors: torch.Tensor,
+        embedding: torch.Tensor,
+        *,
+        num_tokens: int,
+        choose: Choose,
+    ) -> Roll:
+        """Draft at most K tokens, each chosen from its logits."""
+        head, hidden = self.sequential_head, self.hidden(pivot, anchors, embedding)
+        state, token = self.start(anchors, embedding), anchors[:, -1]
+        tokens, logits, states = [], [], []
         for k in range(min(num_tokens, self.config.num_drafts)):
-            state = self.sequential_head.advance(state, previous)
-            logits.append(self.sequential_head.logits(state, hidden[:, k]))
-            previous = logits[-1].argmax(dim=-1)
-            tokens.append(previous)
-        return torch.stack(tokens, dim=1), torch.stack(logits, dim=1)
+            state = head.advance(state, head.previous(token, embedding))
+            states.append(state)
+            logits.append(head.logits(state, hidden[:, k]))
+            token = choose(k, logits[-1])
+            tokens.append(token)
+        return Roll(
+            torch.stack(tokens, dim=1), torch.stack(logits, dim=1), torch.stack(states, dim=1), hidden[:, : len(tokens)]
+        )
 
-    def _rope(self, num_context: int, num_block: int, *, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cos and sin `[S + T, head_dim]`: context slots stand at position 0, block slot i at position i."""
-        half = torch.arange(0, self.config.head_dim, 2, device=like.device, dtype=torch.float32)
-        frequencies = self.config.rope_theta ** (-half / self.config.head_dim)
-        positions = torch.cat([like.new_zeros(num_context), torch.arange(num_block, device=like.device)]).float()
+    def _constants_like(self, like: torch.Tensor) -> _Constants:
+        """Return the tables for inputs of this type and place, made the first time."""
+        key = (like.dtype, like.device)
+        if key not in self._constants:
+            with torch.inference_mode(False):  # they serve training as well
+                self._constants[key] = _Constants.of(self.config, dtype=like.dtype, device=like.device)
+        return self._constants[key]
+
+
+@dataclass(frozen=True, slots=True)
+class _Constants:
+    """What every draft needs and none changes.
+
+    Attributes:
+        layer_ids: `[S]`.
+        rope: Cos and sin `[S + G + K, head_dim]`: context slots stand at position 0, block slot i at position i.
+    """
+
+    layer_ids: torch.Tensor
+    rope: tuple[torch.Tensor, torch.Tensor]
+
+    @classmethod
+    def of(cls, config: DLiteConfig, *, dtype: torch.dtype, device: torch.device) -> _Constants:
+        half = torch.arange(0, config.head_dim, 2, device=device, dtype=torch.float32)
+        frequencies = config.rope_theta ** (-half / config.head_dim)
+        block = torch.arange(config.anchor_group_size + config.num_drafts, device=device)
+        positions = torch.cat([block.new_zeros(len(config.target_layer_ids)), block]).float()
         angles = torch.outer(positions, frequencies).repeat(1, 2)
-        return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+        layer_ids = torch.tensor(config.target_layer_ids, device=device)
+        return cls(layer_ids, (angles.cos().to(dtype), angles.sin().to(dtype)))
 
 
 class DLiteDrafter:
@@ -262,12 +421,74 @@ class DLiteDrafter:
         self.embedding = embedding
 
     @torch.inference_mode()
-    def propose(self, view: DraftView) -> Proposal:
-        """Draft behind the anchor; nothing where a forced token already stands there or no pivot is known."""
+    def propose(self, views: Sequence[DraftView]) -> list[Proposal]:
+        """Draft behind the anchors and what is drafted already; nothing where that fills the block or no pivot is."""
+        able = [i for i, view in enumerate(views) if self._is_able(view)]
+        proposals = [Proposal((), self.name) for _ in views]
+        if able:
+            for i, proposal in zip(able, self._draft([views[i] for i in able]), strict=True):
+                proposals[i] = proposal
+        return proposals
+
+    def _is_able(self, view: DraftView) -> bool:
+        config = self.model.config
+        has_room = view.max_tokens > 0 and len(view.drafted) < config.num_drafts
+        return has_room and view.pivot is not None and len(view.ids) >= config.anchor_group_size
+
+    def _draft(self, views: Sequence[DraftView]) -> list[Proposal]:
         group = self.model.config.anchor_group_size
-        if view.pivot is None or len(view.drafted) or len(view.ids) < group or view.max_tokens < 1:
-            return Proposal((), self.name)
-        anchors = torch.tensor([view.ids[-group:].tolist()], device=view.pivot.device)
-        pivot = view.pivot.unsqueeze(0).to(self.model.norm.weight.dtype)
-        tokens, _ = self.model.greedy(pivot, anchors, self.embedding, num_tokens=view.max_tokens)
-        return Proposal(tokens[0].tolist(), self.name)
+        pivot = torch.stack([view.pivot for view in views if view.pivot is not None])
+        anchors = torch.tensor([view.ids[-group:].tolist() for view in views], device=pivot.device)
+        draws = _Draws(views, self.model, vocab_size=self.embedding.shape[0])
+        roll = self.model.roll(
+            pivot.to(self.model.norm.weight.dtype),
+            anchors,
+            self.embedding,
+            num_tokens=max(len(view.drafted) + view.max_tokens for view in views),
+            choose=draws.choose,
+        )
+        rows = zip(views, roll.tokens.tolist(), self._confidence(roll).tolist(), draws.distributions, strict=True)
+        return [self._proposal(view, tokens, sure, q) for view, tokens, sure, q in rows]
+
+    def _confidence(self, roll: Roll) -> torch.Tensor:
+        """Return how likely each token is to be accepted, `[B, n]`; forced ones may get anything."""
+        if self.model.config.has_confidence:
+            return torch.sigmoid(self.model.sequential_head.confidence_logits(roll.states, roll.hidden).float())
+        chosen = self.model.to_draft(roll.tokens).unsqueeze(-1)
+        return torch.softmax(roll.logits.float(), dim=-1).gather(-1, chosen).squeeze(-1)
+
+    def _proposal(
+        self, view: DraftView, tokens: list[int], sure: list[float], distributions: list[torch.Tensor]
+    ) -> Proposal:
+        start = len(view.drafted)
+        stop = start + view.max_tokens
+        return Proposal(tokens[start:stop], self.name, sure[start:stop], distributions[: view.max_tokens])
+
+
+class _Draws:
+    """Chooses the tokens of several drafts, each in its view's way, and keeps what they were drawn from."""
+
+    def __init__(self, views: Sequence[DraftView], model: DLiteModel, *, vocab_size: int) -> None:
+        self._views = views
+        self._model = model
+        self._vocab_size = vocab_size
+        self.distributions: list[list[torch.Tensor]] = [[] for _ in views]
+
+    def choose(self, k: int, logits: torch.Tensor) -> torch.Tensor:
+        """Return tokens `[B]` for the k-th position of the block from `logits [B, V_d]`."""
+        tokens = self._model.likeliest(k, logits)
+        for i, view in enumerate(self._views):
+            if k < len(view.drafted):
+                tokens[i] = view.drafted[k]
+            elif view.draw is not None:
+                tokens[i], distribution = view.draw(self._over_all_tokens(logits[i]), k - len(view.drafted))
+                if distribution is not None:
+                    self.distributions[i].append(distribution)
+        return tokens
+
+    def _over_all_tokens(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return `[vocab]`: minus infinity where the head cannot write."""
+        if self._model.config.version != AGENT_V1:
+            return logits
+        every = logits.new_full((self._vocab_size,), -torch.inf)
+        return every.index_copy_(0, self._model.draft_to_target.long(), logits)

@@ -76,7 +76,7 @@ def check(folder: Path) -> GoldenReport:
     anchors = torch.stack(tokens, dim=1)
     embedding, pivot = io["target_embedding"].float(), io["pivot_hidden"].float()
     hidden = model.hidden(pivot, anchors, embedding)
-    forced = model.forced(hidden, anchors, io["forced_tokens"].unsqueeze(0))
+    forced = model.forced(hidden, anchors, io["forced_tokens"].unsqueeze(0), embedding)
     drafts, logits = model.greedy(pivot, anchors, embedding, num_tokens=model.config.num_drafts)
     return GoldenReport(
         hidden_error=_error(hidden, io["draft_hidden"]),

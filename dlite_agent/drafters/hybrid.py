@@ -1,22 +1,34 @@
-"""Two drafters in turn: the second drafts where the first has nothing to say."""
+"""Several drafters at once: each text gets the proposal that promises most."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from operator import mul
 
 from dlite_agent.drafters.protocol import Drafter, DraftView, Proposal
 
 
 class HybridDrafter:
-    """Takes the first non-empty proposal; statistics carry the name of the drafter that made it."""
+    """Takes, for each text, the proposal of which most tokens are expected to be accepted.
+
+    A proposal without confidence is taken at its length. Statistics carry the name of the drafter that made it.
+    """
 
     name = "hybrid"
 
     def __init__(self, *drafters: Drafter) -> None:
         self.drafters = drafters
 
-    def propose(self, view: DraftView) -> Proposal:
-        """Return the first drafter's proposal that has a token."""
-        for drafter in self.drafters:
-            proposal = drafter.propose(view)
-            if proposal.tokens:
-                return proposal
-        return Proposal((), self.name)
+    def propose(self, views: Sequence[DraftView]) -> list[Proposal]:
+        """Return the best proposal for each view; of equal ones the first drafter's."""
+        proposals = zip(*(drafter.propose(views) for drafter in self.drafters), strict=True)
+        return [max(candidates, key=expected_accepted) for candidates in proposals]
+
+
+def expected_accepted(proposal: Proposal) -> float:
+    """Return how many tokens of a proposal its own confidence expects to be accepted."""
+    if not proposal.confidence:
+        return float(len(proposal.tokens))
+    chances: Iterator[float] = accumulate(proposal.confidence, mul)
+    return sum(chances)

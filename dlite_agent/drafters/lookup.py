@@ -5,6 +5,8 @@ The session's own token ids are the index; one vectorized scan per draft, nothin
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -17,7 +19,7 @@ class LookupDrafter:
 
     name = "lookup"
 
-    def __init__(self, *, min_match: int = 2, max_match: int = 16) -> None:
+    def __init__(self, *, min_match: int = 1, max_match: int = 16) -> None:
         """Set how many last tokens must (`min_match`) and may (`max_match`) agree.
 
         Raises:
@@ -28,18 +30,24 @@ class LookupDrafter:
         self.min_match = min_match
         self.max_match = max_match
 
-    def propose(self, view: DraftView) -> Proposal:
-        """Return what followed the longest match, at most `view.max_tokens` tokens."""
+    def propose(self, views: Sequence[DraftView]) -> list[Proposal]:
+        """Return what followed the longest match in each text; the longer the match, the surer."""
+        return [self._propose(view) for view in views]
+
+    def _propose(self, view: DraftView) -> Proposal:
         ids = view.ids
         if len(view.drafted):
             ids = np.concatenate([ids, np.asarray(view.drafted, dtype=np.int32)])
-        end = self._match_end(ids)
-        return Proposal(() if end is None else ids[end : end + view.max_tokens].tolist(), self.name)
+        end, length = self._longest_match(ids)
+        if length < self.min_match:
+            return Proposal((), self.name)
+        tokens = ids[end : end + view.max_tokens].tolist()
+        return Proposal(tokens, self.name, [1 - 1 / (length + k) for k in range(len(tokens))])
 
-    def _match_end(self, ids: npt.NDArray[np.int32]) -> int | None:
-        """Return the index behind the best match, or None if no match is long enough."""
+    def _longest_match(self, ids: npt.NDArray[np.int32]) -> tuple[int, int]:
+        """Return the index behind the best earlier match of the last tokens, and its length."""
         if len(ids) <= self.min_match:
-            return None
+            return 0, 0
         ends = np.flatnonzero(ids[:-1] == ids[-1])  # index of each candidate's last token
         length = 1
         while len(ends) and length < self.max_match:
@@ -48,6 +56,4 @@ class LookupDrafter:
             if not len(longer):
                 break
             ends, length = longer, length + 1
-        if not len(ends) or length < self.min_match:
-            return None
-        return int(ends[-1]) + 1
+        return (int(ends[-1]) + 1, length) if len(ends) else (0, 0)

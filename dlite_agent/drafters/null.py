@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from dlite_agent.drafters.protocol import DraftView, Proposal
 
 
@@ -10,6 +12,6 @@ class NullDrafter:
 
     name = "null"
 
-    def propose(self, view: DraftView) -> Proposal:
-        """Return an empty proposal."""
-        return Proposal((), self.name)
+    def propose(self, views: Sequence[DraftView]) -> list[Proposal]:
+        """Return empty proposals."""
+        return [Proposal((), self.name) for _ in views]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,40 +10,55 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+Draw = Callable[[torch.Tensor, int], tuple[int, torch.Tensor | None]]
+"""Draws the k-th token behind a view from draft logits `[vocab]`, and gives the `q [vocab]` it is of where wanted."""
+
 
 @dataclass(frozen=True, slots=True)
 class DraftView:
-    """What a drafter may look at; all of it is the target's state and stays so.
+    """What a drafter may look at of one text; all of it is the target's state and stays so.
 
     Attributes:
         ids: All tokens so far, the anchor last.
         drafted: Tokens already in this draft (forced by a grammar); a proposal continues behind them.
         pivot: Hidden states `[layers, hidden]` of the row before the anchor.
         max_tokens: Longest useful proposal.
+        draw: How to choose tokens from logits, or None for the most likely ones.
     """
 
     ids: npt.NDArray[np.int32]
     drafted: Sequence[int]
     pivot: torch.Tensor | None
     max_tokens: int
+    draw: Draw | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Drafted tokens and the name of what drafted them."""
+    """Drafted tokens and the name of what drafted them.
+
+    Attributes:
+        tokens: The draft.
+        source: The drafter's name.
+        confidence: For each token, how likely it is to be accepted if those before it are; empty if unknown.
+        distributions: For each token, the `q [vocab]` it was sampled from; empty if the tokens were not sampled. Never
+            the softmax behind an argmax.
+    """
 
     tokens: Sequence[int]
     source: str
+    confidence: Sequence[float] = ()
+    distributions: Sequence[torch.Tensor] = ()
 
 
 class Drafter(Protocol):
-    """Proposes tokens from a view. It keeps nothing between two proposals."""
+    """Proposes tokens from views. It keeps nothing between two proposals."""
 
     @property
     def name(self) -> str:
         """The name that statistics carry."""
         ...
 
-    def propose(self, view: DraftView) -> Proposal:
-        """Return at most `view.max_tokens` tokens that may follow; an empty proposal is fine."""
+    def propose(self, views: Sequence[DraftView]) -> Sequence[Proposal]:
+        """Return one proposal for each view, at most `view.max_tokens` tokens that may follow; empty ones are fine."""
         ...

@@ -2,12 +2,15 @@
 
 The last n of L cached rows are the queries, so causality follows from the shapes and no mask is passed around:
 query i may see the keys up to L - n + i, and only the last `sliding_window` of those where the layer slides.
+
+In a packed pass the rows of several sessions stand side by side (`segments`); each attends to its own cache alone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -18,6 +21,20 @@ ROWWISE_NAME = "dlite_causal_tail_rowwise"
 ROWWISE_MAX_ROWS = 32  # more rows than that are a prefill, which plain and speculative decoding share
 
 _GROUPED_MAX_ROWS = 32  # up to here one batched product per KV head beats a kernel that repeats the heads
+
+
+class PackedSegment(Protocol):
+    """The rows of one session in a packed pass."""
+
+    @property
+    def num_rows(self) -> int:
+        """New rows in this pass."""
+        ...
+
+    @property
+    def cache(self) -> Any:
+        """The session's cache; the new rows are in it already."""
+        ...
 
 
 @lru_cache(maxsize=4)
@@ -40,64 +57,99 @@ def causal_tail_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    segments: Sequence[PackedSegment] | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend from the last rows of the cache; returns `[batch, n, heads, head_dim]` and no weights."""
+    """Attend from the last rows of the cache; returns `[batch, n, heads, head_dim]` and no weights.
+
+    With `segments`, the rows are those of one session after the other, `key` and `value` are not read.
+    """
+    if segments is not None:
+        options = {"scaling": scaling, "sliding_window": sliding_window}
+        return _each_alone(causal_tail_attention, module, query, segments, **options), None
     num_queries = query.shape[2]
     if sliding_window is not None:
         start = max(0, key.shape[2] - num_queries - sliding_window + 1)
         key, value = key[:, :, start:], value[:, :, start:]
         if key.shape[2] <= sliding_window:
             sliding_window = None
-    hidden = None
-    if num_queries > 1 or sliding_window is not None:
-        hidden = _hidden_keys(num_queries, key.shape[2], sliding_window, query.device)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if num_queries > _GROUPED_MAX_ROWS:
-        visible = None if hidden is None else ~hidden
+        visible = ~_hidden_keys(num_queries, key.shape[2], sliding_window, query.device)
         out = nn.functional.scaled_dot_product_attention(
             query, key, value, attn_mask=visible, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
         )
         return out.transpose(1, 2), None
-    return _grouped(query, key, value, hidden, scale).transpose(1, 2), None
+    return _grouped(query, key, value, sliding_window, scale).transpose(1, 2), None
 
 
 def _grouped(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, hidden: torch.Tensor | None, scale: float
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sliding_window: int | None, scale: float
 ) -> torch.Tensor:
     """Attend with the queries of one KV head side by side, so that each key is read once."""
     batch, heads, num_queries, head_dim = query.shape
-    kv_heads = key.shape[1]
-    queries = (query * scale).reshape(batch, kv_heads, heads // kv_heads * num_queries, head_dim)
-    scores = torch.matmul(queries, key.transpose(2, 3)).view(batch, heads, num_queries, key.shape[2])
-    if hidden is not None:
-        scores = scores.masked_fill(hidden, -torch.inf)
+    kv_heads, num_keys = key.shape[1:3]
+    queries = (query * scale).reshape(batch * kv_heads, heads // kv_heads * num_queries, head_dim)
+    scores = torch.bmm(queries, key.flatten(0, 1).transpose(1, 2))
+    if num_queries > 1 or sliding_window is not None:
+        # Without a window only the new keys can lie ahead of a query.
+        num_seen = num_keys if sliding_window is not None else num_queries
+        hidden = _hidden_keys(num_queries, num_seen, sliding_window, query.device)
+        by_query = scores.view(batch * heads, num_queries, num_keys)
+        by_query[:, :, num_keys - num_seen :].masked_fill_(hidden, -torch.inf)
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
-    mixed = torch.matmul(weights.view(batch, kv_heads, -1, key.shape[2]), value)
-    return mixed.view(batch, heads, num_queries, head_dim)
+    return torch.bmm(weights, value.flatten(0, 1)).view(batch, heads, num_queries, head_dim)
 
 
 def rowwise_attention(
     module: nn.Module,
-    query: torch.Tensor,  # [batch, heads, n, head_dim]
-    key: torch.Tensor,  # [batch, kv_heads, L, head_dim]
+    query: torch.Tensor,  # [1, heads, n, head_dim]
+    key: torch.Tensor,  # [1, kv_heads, L, head_dim]
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    segments: Sequence[PackedSegment] | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Do as `causal_tail_attention`, a few rows one by one: each gets the very bits that it would get alone.
 
     A model with int8 activations needs that: a difference in the last bit of a float can move a whole integer step.
     """
-    num_queries = query.shape[2]
+    options: dict[str, Any] = {"scaling": scaling, "sliding_window": sliding_window}
+    if segments is not None:
+        return _each_alone(rowwise_attention, module, query, segments, **options), None
+    num_queries, num_keys = query.shape[2], key.shape[2]
     if num_queries > ROWWISE_MAX_ROWS:
-        return causal_tail_attention(module, query, key, value, None, **kwargs)
-    rows = []
+        return causal_tail_attention(module, query, key, value, None, **options)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    queries = (query[0] * scale).transpose(0, 1).reshape(num_queries, key.shape[1], -1, query.shape[-1])
+    keys, values = key[0].transpose(1, 2), value[0]
+    mixed = torch.empty_like(queries)
     for row in range(num_queries):
-        stop = key.shape[2] - num_queries + row + 1
-        alone = query[:, :, row : row + 1], key[:, :, :stop], value[:, :, :stop]
-        rows.append(causal_tail_attention(module, *alone, None, **kwargs)[0])
-    return torch.cat(rows, dim=1), None
+        stop = num_keys - num_queries + row + 1
+        start = 0 if sliding_window is None else max(0, stop - sliding_window)
+        scores = torch.bmm(queries[row], keys[:, :, start:stop])
+        weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+        torch.bmm(weights, values[:, start:stop], out=mixed[row])
+    return mixed.view(1, num_queries, query.shape[1], query.shape[-1]), None
+
+
+def _each_alone(
+    attend: Callable[..., tuple[torch.Tensor, None]],
+    module: nn.Module,
+    query: torch.Tensor,  # [1, heads, rows of all segments, head_dim]
+    segments: Sequence[PackedSegment],
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Attend with each session's rows to that session's cache; returns `[1, rows of all segments, heads, head_dim]`."""
+    outs = []
+    for queries, segment in zip(torch.split(query, [s.num_rows for s in segments], dim=2), segments, strict=True):
+        slab = segment.cache.layers[module.layer_idx]
+        keys, values = slab.keys[:, :, : slab.num_rows], slab.values[:, :, : slab.num_rows]
+        outs.append(attend(module, queries, keys, values, None, **kwargs)[0])
+    return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
 
 
 def register() -> None:

@@ -126,9 +126,12 @@ class SlabCache(Cache):
             slab.reserve(num_rows)
 
     def crop_to(self, num_rows: int) -> None:
-        """Forget every row from `num_rows` on."""
+        """Keep at most the first `num_rows` rows; exactly those held below, unless a subclass says otherwise."""
         for slab in self._slabs:
             slab.crop_to(num_rows)
+
+    def checkpoint(self, *, keep: bool = False) -> None:
+        """Remember the present row, to come back to; nothing to do here: a slab goes back to any row."""
 
     def rows(self, start: int, stop: int) -> torch.Tensor:
         """Copy rows `[start, stop)` of all layers into one tensor `[layers, 2, heads, stop - start, head_dim]`."""

@@ -1,33 +1,43 @@
 """Speculative decoding, the whole of it: draft, run the target once over the draft, keep what it agrees with.
 
-    prefill:  target(prompt)                       -> the first token, the *anchor*; the last row is the *pivot*
-    step:     draft d_1..d_K from what is known    (grammar-forced tokens, the drafter)
-              target([anchor, d_1..d_K])           -> K+1 rows of logits in about the time of one
-              accept d_1..d_m while each equals the target's own draw; one more token, the bonus, comes free
-              crop the KV rows of the rest; the bonus is the new anchor, row m the new pivot
+    pending rows   [x_j .. x_a]                    known tokens that the target has not seen yet: a new prompt, or just
+                                                   the newest token, the *anchor* x_a
+    draft          d_1..d_K                        what the grammar forces, what the drafter proposes
+    target         [x_j .. x_a, d_1..d_K]          K + 1 rows of logits in about the time of one
+    verify         d_1..d_m                        accepted while each is the target's own draw; one more token, the
+                                                   bonus, comes free
+    crop           the KV rows of the rest         the bonus is the new anchor, row m the new *pivot*
 
-Plain decoding is the same loop with the null drafter. Text, streaming, metrics and stop handling consume the `Step`s.
+One pass may serve several texts (`run_pass`): their rows stand side by side, each with its own cache. Plain decoding
+is the same loop with the null drafter, prefilling is the same loop with many pending rows. Text, streaming, metrics and
+stop handling consume the `Step`s.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 
-from dlite_agent.drafters.protocol import Drafter, DraftView, Proposal
+from dlite_agent.drafters.protocol import Drafter, DraftView
 from dlite_agent.engine.attention import ROWWISE_MAX_ROWS
-from dlite_agent.engine.constraint import Bitmask, TokenConstraint
-from dlite_agent.engine.sampling import SamplingParams, draw
-from dlite_agent.engine.state import Ids, TargetState, common_prefix
-from dlite_agent.engine.target import Target
-from dlite_agent.engine.verify import verify
+from dlite_agent.engine.constraint import TokenConstraint
+from dlite_agent.engine.draft_length import FixedLength, Planner
+from dlite_agent.engine.drafting import Draft, draft_draw, propose
+from dlite_agent.engine.processors import Sampler
+from dlite_agent.engine.sampling import SamplingParams
+from dlite_agent.engine.state import TargetState
+from dlite_agent.engine.target import Segment, Target, TargetOutput
+from dlite_agent.engine.verify import TokenLogprobs, Verdict, verify
 from dlite_agent.errors import ConfigError, ContextLengthError
 
-PREFILL_CHUNK = 512
+logger = logging.getLogger(__name__)
+
+PREFILL_CHUNK = 256
 MAX_DRAFT = ROWWISE_MAX_ROWS - 1
 _RESERVED_TOKENS = 1024
 
@@ -65,221 +75,314 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Tokens one target pass gave.
+    """Tokens one target pass gave one text.
 
     Attributes:
         tokens: New tokens, in order.
         sources: Where each came from: "prefill", "forced", a drafter's name, or "bonus".
+        logprobs: The target's log-probabilities of the tokens, where `SamplingParams.top_logprobs` asks for them.
         num_proposed: Length of the draft that was verified.
-        draft_seconds: Time spent drafting.
-        target_seconds: Time spent in the target and in verification.
+        num_faults: Drafts dropped because the drafter broke its contract.
+        num_shared: Texts that the pass served.
+        draft_seconds: Time spent drafting, for all texts of the pass.
+        target_seconds: Time spent in the target and in verification, for all texts of the pass; of the first step, all
+            chunks of the prefill.
         num_reused: Prompt rows that were already there (first step only).
         num_prefilled: Prompt rows that were computed (first step only).
     """
 
     tokens: tuple[int, ...]
     sources: tuple[str, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
     num_proposed: int = 0
+    num_faults: int = 0
+    num_shared: int = 1
     draft_seconds: float = 0.0
     target_seconds: float = 0.0
     num_reused: int = 0
     num_prefilled: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Draft:
-    tokens: list[int]
-    sources: list[str]
-    bitmasks: list[Bitmask | None]  # bitmasks[k] holds after k drafted tokens
+class Decoding:
+    """One text on its way: which rows it needs from the next pass, and what it makes of them.
+
+    However it ends (end token, bound, cancellation, an error), `state` holds exactly the tokens given and KV rows of
+    some of them, ready for the next request.
+
+    Attributes:
+        error: What ended it early, or None.
+    """
+
+    def __init__(self, target: Target, state: TargetState, drafter: Drafter, request: Request) -> None:
+        """Begin with a prompt.
+
+        Raises:
+            ContextLengthError: If the prompt leaves no room for a token; nothing was computed.
+        """
+        room = _room(target, request.prompt_ids)
+        num_reused = state.begin(np.asarray(request.prompt_ids, dtype=np.int32))
+        self._set_up(target, state, drafter, request, num_reused=num_reused, budget=room)
+
+    @classmethod
+    def behind(cls, target: Target, state: TargetState, drafter: Drafter, request: Request) -> Decoding:
+        """Begin behind the state's own last token, if there is room; `request.prompt_ids` is not looked at.
+
+        Raises:
+            ContextLengthError: If there is no last token.
+        """
+        if not len(state.ids):
+            raise ContextLengthError("there is no text to continue; expected a state with at least one token")
+        decoding = cls.__new__(cls)
+        budget = target.max_positions - len(state.ids)
+        decoding._set_up(target, state, drafter, request, num_reused=None, budget=budget)
+        return decoding
+
+    def _set_up(
+        self,
+        target: Target,
+        state: TargetState,
+        drafter: Drafter,
+        request: Request,
+        *,
+        num_reused: int | None,
+        budget: int,
+    ) -> None:
+        self.state = state
+        self.drafter = drafter
+        self.request = request
+        self.error: BaseException | None = None
+        self.vocab_size = target.vocab_size
+        self._budget = min(request.max_new_tokens, budget)
+        self._sampler = Sampler(request.sampling, prompt_ids=state.ids.tolist(), end_ids=request.end_ids)
+        self._num_reused = num_reused  # None once the first token is there
+        self._num_prompt = len(state.ids)
+        self._prefill_seconds = 0.0
+        self._has_ended = False
+        self._has_warned = False
+        state.cache.reserve(self._num_prompt + min(self._budget, _RESERVED_TOKENS))
+
+    @property
+    def is_done(self) -> bool:
+        """True once no further pass is needed or wanted."""
+        return self.error is not None or self._has_ended or self._budget < 1 or self.request.is_cancelled()
+
+    @property
+    def num_pending(self) -> int:
+        """Rows of known tokens that the next pass computes."""
+        return min(len(self.state.ids) - self.state.num_rows, PREFILL_CHUNK)
+
+    def new_draft(self, limit: int) -> Draft:
+        """Start a draft of at most `limit` tokens; of none while more than the anchor is pending."""
+        is_ready = self._num_reused is None and len(self.state.ids) - self.state.num_rows == 1
+        room = min(limit, self.request.max_draft, self._budget - 1) if is_ready else 0
+        return Draft(self.request.constraint, self.request.end_ids, room)
+
+    def view(self, draft: Draft) -> DraftView:
+        """Return what the drafter may see, and cannot change."""
+        ids = self.state.ids
+        ids.flags.writeable = False
+        position = len(self.state.ids) + len(draft.tokens)
+        draw = draft_draw(self.request.sampling, position=position)
+        return DraftView(ids, tuple(draft.tokens), self.state.pivot, draft.room_left, draw)
+
+    def segment(self, draft: Draft) -> Segment:
+        """Return the rows to compute: the pending ones and the draft's."""
+        start = self.state.num_rows
+        if draft.tokens:
+            self.state.cache.checkpoint()
+        ids = self.state.ids[start : start + self.num_pending].tolist() + draft.tokens
+        return Segment(ids, self.state.cache, len(draft.tokens) + 1, len(draft.tokens) + 1)
+
+    def take(self, draft: Draft, output: TargetOutput, timing: _Timing) -> Step | None:
+        """Make of the computed rows what the target agrees with; None while the prompt goes on."""
+        state = self.state
+        try:
+            if self._num_reused is not None:
+                self.request.on_prefill(state.num_rows - self._num_reused, self._num_prompt - self._num_reused)
+            if state.num_rows < len(state.ids):
+                self._prefill_seconds += time.perf_counter() - timing.drafted_at
+                return None
+            verdict = verify(
+                output.logits,
+                draft.tokens,
+                self._sampler,
+                position=len(state.ids),
+                bitmask_at=lambda k: draft.bitmasks[k],
+                distributions=draft.distributions,
+            )
+        except BaseException:
+            state.cache.crop_to(len(state.ids) - 1)
+            raise
+        return self._keep(draft, output, verdict, timing)
+
+    def _keep(self, draft: Draft, output: TargetOutput, verdict: Verdict, timing: _Timing) -> Step:
+        """Make the accepted tokens text and crop the rows of the others."""
+        state = self.state
+        # An accepted end token stays the anchor: its row is not kept.
+        num_kept = verdict.num_accepted if verdict.has_bonus else verdict.num_accepted - 1
+        state.cache.crop_to(len(state.ids) + num_kept)
+        state.pivot = output.features[num_kept]
+        self._accept(verdict.tokens)
+        sources = draft.sources[: verdict.num_accepted] + (["bonus"] if verdict.has_bonus else [])
+        step = Step(
+            verdict.tokens,
+            tuple(sources),
+            verdict.logprobs,
+            num_proposed=len(draft.tokens),
+            num_faults=draft.num_faults,
+            num_shared=timing.num_shared,
+            draft_seconds=timing.draft_seconds,
+            target_seconds=time.perf_counter() - timing.drafted_at,
+        )
+        return step if self._num_reused is None else self._first(step)
+
+    def _first(self, step: Step) -> Step:
+        """Turn the step that ends the prefill into what it is."""
+        assert self._num_reused is not None
+        num_reused, self._num_reused = self._num_reused, None
+        self.state.cache.checkpoint(keep=True)
+        return Step(
+            step.tokens,
+            ("prefill",),
+            step.logprobs,
+            num_shared=step.num_shared,
+            target_seconds=self._prefill_seconds + step.target_seconds,
+            num_reused=num_reused,
+            num_prefilled=self._num_prompt - num_reused,
+        )
+
+    def warn_of_drafter(self, problem: str) -> None:
+        """Say once per text that its drafter does not work."""
+        level = logging.DEBUG if self._has_warned else logging.WARNING
+        logger.log(level, "drafter %s: %s; decoding goes on without that draft", self.drafter.name, problem)
+        self._has_warned = True
+
+    def _accept(self, tokens: Sequence[int]) -> None:
+        """Make tokens part of the text."""
+        self.state.append(tokens)
+        self._sampler.advance(tokens)
+        self._budget -= len(tokens)
+        self._has_ended = tokens[-1] in self.request.end_ids
+        if self.request.constraint is not None:
+            for token in tokens:
+                if token not in self.request.end_ids:
+                    self.request.constraint.advance(token)
 
 
-def decode(target: Target, state: TargetState, drafter: Drafter, request: Request) -> Iterator[Step]:
-    """Decode a request on a session's state, one `Step` per target pass.
+def decode(
+    target: Target, state: TargetState, drafter: Drafter, request: Request, *, planner: Planner | None = None
+) -> Iterator[Step]:
+    """Decode one request on a session's state, one `Step` per target pass.
 
-    However the iteration ends (end token, bound, cancellation, `close()`, an error), `state` holds exactly the tokens
-    given and KV rows of some of them, ready for the next call.
+    Args:
+        target: The model.
+        state: The session; see `Decoding` for how it is left.
+        drafter: Proposes; it cannot change the text.
+        request: What to decode.
+        planner: Decides how long drafts are; by default as long as `request.max_draft` allows.
 
     Raises:
         ContextLengthError: If the prompt leaves no room for a token; nothing was computed.
     """
-    budget = _token_budget(target, request)
-    first = _first(target, state, request)
-    if first is None:
-        return
-    yield first
-    yield from _continue(target, state, drafter, request, budget - 1)
+    yield from _run(target, Decoding(target, state, drafter, request), planner or FixedLength())
 
 
-def resume(target: Target, state: TargetState, drafter: Drafter, request: Request) -> Iterator[Step]:
-    """Continue decoding behind the state's own last token, without prefilling a single row.
+def resume(
+    target: Target, state: TargetState, drafter: Drafter, request: Request, *, planner: Planner | None = None
+) -> Iterator[Step]:
+    """Continue decoding behind the state's own last token, if there is room; `request.prompt_ids` is not looked at.
 
-    The state must hold a pivot and the rows of all its tokens but the last; `request.prompt_ids` is not looked at.
+    Raises:
+        ContextLengthError: If there is no last token.
     """
-    assert state.pivot is not None and state.num_rows == len(state.ids) - 1
-    budget = min(request.max_new_tokens, target.max_positions - len(state.ids))
-    yield from _continue(target, state, drafter, request, budget)
+    yield from _run(target, Decoding.behind(target, state, drafter, request), planner or FixedLength())
 
 
-def _continue(target: Target, state: TargetState, drafter: Drafter, request: Request, budget: int) -> Iterator[Step]:
-    while budget > 0 and int(state.ids[-1]) not in request.end_ids and not request.is_cancelled():
-        step = _speculate(target, state, drafter, request, room=min(request.max_draft, budget - 1))
-        budget -= len(step.tokens)
-        yield step
+def _run(target: Target, decoding: Decoding, planner: Planner) -> Iterator[Step]:
+    while not decoding.is_done:
+        (step,) = run_pass(target, [decoding], planner)
+        if step is not None:
+            yield step
+    if decoding.error is not None:
+        raise decoding.error
 
 
 @dataclass(frozen=True, slots=True)
-class Prefilled:
-    """The last prompt row's `logits [vocab]`, and how many prompt rows were already there."""
+class _Timing:
+    draft_seconds: float
+    drafted_at: float
+    num_shared: int
 
-    logits: torch.Tensor
-    num_reused: int
 
+def run_pass(target: Target, decodings: Sequence[Decoding], planner: Planner) -> list[Step | None]:
+    """Draft for all, run the target once over all drafts, keep what it agrees with.
 
-def prefill(target: Target, state: TargetState, request: Request) -> Prefilled | None:
-    """Bring the state to the prompt: keep the rows that agree, compute the rest in chunks.
-
-    At least the last prompt row is computed, since its logits and its features are needed.
+    What goes wrong with one text becomes its `error`; the others go on. Packed texts must have at most
+    `ROWWISE_MAX_ROWS` pending rows each; one with more (a prefill chunk) gets a pass of its own.
 
     Returns:
-        None if cancelled between two chunks (the rows done stay usable).
+        A step for each, or None where there is none.
     """
-    prompt: Ids = np.asarray(request.prompt_ids, dtype=np.int32)
-    kept = min(common_prefix(state.ids[: state.num_rows], prompt), len(prompt) - 1)
-    state.rewind(kept)
-    state.pivot = None
-    state.cache.reserve(len(prompt) + min(request.max_new_tokens, _RESERVED_TOKENS))
-    output = None
-    for start in range(kept, len(prompt), PREFILL_CHUNK):
-        if request.is_cancelled():
-            return None
-        chunk = prompt[start : start + PREFILL_CHUNK]
-        output = target.forward(chunk.tolist(), state.cache)
-        state.append(chunk)
-        request.on_prefill(start + len(chunk) - kept, len(prompt) - kept)
-    assert output is not None
-    state.pivot = output.features[-1]
-    return Prefilled(output.logits[-1], kept)
-
-
-def _token_budget(target: Target, request: Request) -> int:
-    room = target.max_positions - len(request.prompt_ids)
-    if not len(request.prompt_ids):
-        raise ContextLengthError("the prompt is empty; expected at least one token")
-    if room < 1:
-        raise ContextLengthError(
-            f"the prompt has {len(request.prompt_ids)} tokens and the model's context {target.max_positions}; "
-            "shorten the conversation"
-        )
-    return min(request.max_new_tokens, room)
-
-
-def _first(target: Target, state: TargetState, request: Request) -> Step | None:
-    """Prefill and draw the first token; None if cancelled."""
     start = time.perf_counter()
-    prompt = prefill(target, state, request)
-    if prompt is None:
-        return None
-    constraint = request.constraint
-    bitmask = None if constraint is None else constraint.bitmask()
-    token = draw(prompt.logits, request.sampling, position=len(state.ids), bitmask=bitmask)
-    _accept(state, request, (token,))
-    return Step(
-        (token,),
-        ("prefill",),
-        target_seconds=time.perf_counter() - start,
-        num_reused=prompt.num_reused,
-        num_prefilled=len(request.prompt_ids) - prompt.num_reused,
-    )
-
-
-def _accept(state: TargetState, request: Request, tokens: Sequence[int]) -> None:
-    """Make tokens part of the text."""
-    state.append(tokens)
-    if request.constraint is not None:
-        for token in tokens:
-            if token not in request.end_ids:
-                request.constraint.advance(token)
-
-
-def _speculate(target: Target, state: TargetState, drafter: Drafter, request: Request, *, room: int) -> Step:
-    """Draft, verify, and leave the state at what the target agreed with."""
-    start = time.perf_counter()
-    draft = _propose(state, drafter, request, room=room)
+    drafts = _draft_all(decodings, planner)
     drafted = time.perf_counter()
-    num_rows = state.num_rows
-    anchor = int(state.ids[-1])
-    rows = len(draft.tokens) + 1
+    planner.cut(drafts, num_known=sum(d.num_pending for d in decodings), draft_seconds=drafted - start)
+    able = [i for i, decoding in enumerate(decodings) if decoding.error is None]
+    steps: list[Step | None] = [None] * len(decodings)
+    if not able:
+        return steps
+    outputs = target.forward_many([decodings[i].segment(drafts[i]) for i in able])
+    timing = _Timing(drafted - start, drafted, len(able))
+    for i, output in zip(able, outputs, strict=True):
+        with _blaming(decodings[i]):
+            steps[i] = decodings[i].take(drafts[i], output, timing)
+    planner.observe(drafts, steps, draft_seconds=timing.draft_seconds)
+    return steps
+
+
+def _draft_all(decodings: Sequence[Decoding], planner: Planner) -> list[Draft]:
+    """Draft for each text; the texts of one drafter are drafted together."""
+    drafts = [decoding.new_draft(planner.limit(decoding.drafter.name)) for decoding in decodings]
+    pairs = list(zip(decodings, drafts, strict=True))
+    for decoding, draft in pairs:
+        with _blaming(decoding):
+            draft.begin()
+    by_drafter: dict[int, list[tuple[Decoding, Draft]]] = {}
+    for decoding, draft in pairs:
+        if draft.room_left > 0 and decoding.error is None:
+            by_drafter.setdefault(id(decoding.drafter), []).append((decoding, draft))
+    for open_pairs in by_drafter.values():
+        first = open_pairs[0][0]
+        views = [decoding.view(draft) for decoding, draft in open_pairs]
+        proposals, problems = propose(first.drafter, views, vocab_size=first.vocab_size)
+        for (decoding, draft), proposal, problem in zip(open_pairs, proposals, problems, strict=True):
+            if problem is not None:
+                draft.num_faults += 1
+                decoding.warn_of_drafter(problem)
+            with _blaming(decoding):
+                draft.extend(proposal)
+                draft.force()
+    for decoding, draft in pairs:
+        with _blaming(decoding):
+            draft.rewind_constraint()
+    return drafts
+
+
+@contextmanager
+def _blaming(decoding: Decoding) -> Iterator[None]:
+    """Make an error (of a grammar, a callback) that text's own, so that the others go on."""
     try:
-        output = target.forward([anchor, *draft.tokens], state.cache, num_logits=rows, num_features=rows)
-        verdict = verify(
-            output.logits,
-            draft.tokens,
-            request.sampling,
-            position=len(state.ids),
-            end_ids=request.end_ids,
-            bitmask_at=lambda k: draft.bitmasks[k],
+        yield
+    except Exception as error:
+        decoding.error = decoding.error or error
+
+
+def _room(target: Target, ids: Sequence[int]) -> int:
+    """Return how many tokens fit behind these."""
+    if not len(ids):
+        raise ContextLengthError("the prompt is empty; expected at least one token")
+    if len(ids) >= target.max_positions:
+        raise ContextLengthError(
+            f"the prompt has {len(ids)} tokens and the model's context {target.max_positions}; shorten the conversation"
         )
-    except BaseException:
-        state.cache.crop_to(num_rows)
-        raise
-    accepted = verdict.num_accepted if verdict.has_bonus else verdict.num_accepted - 1  # an end token stays the anchor
-    state.cache.crop_to(num_rows + accepted + 1)
-    state.pivot = output.features[accepted]
-    _accept(state, request, verdict.tokens)
-    sources = draft.sources[: verdict.num_accepted] + (["bonus"] if verdict.has_bonus else [])
-    return Step(
-        verdict.tokens,
-        tuple(sources),
-        num_proposed=len(draft.tokens),
-        draft_seconds=drafted - start,
-        target_seconds=time.perf_counter() - drafted,
-    )
-
-
-def _propose(state: TargetState, drafter: Drafter, request: Request, *, room: int) -> _Draft:
-    """Draft up to `room` tokens: what the grammar forces, then what the drafter proposes, then what that forces.
-
-    The constraint walks along the draft, collecting the mask of every position, and is rolled back to where it was.
-    """
-    constraint = request.constraint
-    draft = _Draft([], [], [None if constraint is None else constraint.bitmask()])
-    has_drafted = False
-    try:
-        while len(draft.tokens) < room:
-            proposal = _forced(constraint, room - len(draft.tokens))
-            if not proposal.tokens:
-                if has_drafted:
-                    break
-                has_drafted = True
-                proposal = drafter.propose(DraftView(state.ids, draft.tokens, state.pivot, room - len(draft.tokens)))
-            if not _extend(draft, proposal, request, room=room):
-                break
-    finally:
-        if constraint is not None:
-            constraint.rollback(len(draft.tokens) - int(_ends(draft, request)))
-    return draft
-
-
-def _forced(constraint: TokenConstraint | None, limit: int) -> Proposal:
-    return Proposal(() if constraint is None else constraint.forced(limit), "forced")
-
-
-def _ends(draft: _Draft, request: Request) -> bool:
-    return bool(draft.tokens) and draft.tokens[-1] in request.end_ids
-
-
-def _extend(draft: _Draft, proposal: Proposal, request: Request, *, room: int) -> bool:
-    """Add the tokens that the grammar allows; returns whether the draft may go on behind them."""
-    constraint = request.constraint
-    for token in proposal.tokens[: room - len(draft.tokens)]:
-        if constraint is not None and not constraint.allows(token):
-            return False
-        is_end = token in request.end_ids
-        if constraint is not None and not is_end:
-            constraint.advance(token)
-        draft.tokens.append(token)
-        draft.sources.append(proposal.source)
-        draft.bitmasks.append(None if constraint is None or is_end else constraint.bitmask())
-        if is_end:
-            return False
-    return bool(proposal.tokens)
+    return target.max_positions - len(ids)

@@ -1,8 +1,12 @@
 """Matrix products for a handful of rows, chosen per weight shape by measuring.
 
-Verifying a draft multiplies every weight by 2..16 rows. Memory traffic is that of one row, yet stock kernels may take
-several times as long. Three ways are tried on the model's own weights, at the row counts themselves and padded to the
-next power of two; the fastest wins. The table is kept per machine, so only the first load measures.
+Verifying a draft multiplies every weight by 2..16 rows, a packed pass of several sessions by up to 64. Memory traffic
+is that of one row, yet stock kernels may take several times as long. So a few methods are tried on the model's own
+weights, at fixed numbers of rows (others are padded, or multiplied in groups) and of threads; the fastest wins. The
+table is kept per machine, so only the first load measures.
+
+An exact table chooses among ways that give a row the same bits (`row_bits`), so that plain decoding, verifying and
+packed passes agree to the last of them.
 """
 
 from __future__ import annotations
@@ -12,16 +16,25 @@ import json
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-MAX_ROWS = 16
-ROW_COUNTS = (1, 2, 4, 8, 16)
+from dlite_agent.engine.rowwise import RowMode
+from dlite_agent.errors import UnsupportedModelError
+
+MAX_ROWS = 64
+ROW_COUNTS = (1, 2, 4, 8, 16, 32, 64)
 _REPEATS = 7
+_HOPELESS = 2.0  # times the best known: not tried often
+_NEAR = 1.5  # times the best known: measured again, when whatever disturbed the first time may be over
+_WORTH_IT = 0.75  # another number of threads must take less than this of the time
+_FORMAT = 2
+_ALIGNMENT = 64  # bytes; kernels may sum in another order where memory begins elsewhere
+_TYPICAL_ROWS = (1, 2, 4, 8)  # an exact table serves these best
 
 
 def _rows_first(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -32,30 +45,68 @@ def _columns_first(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.mm(weight, x.t()).t().contiguous()
 
 
+def _onednn(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], None)
+    return y
+
+
 METHODS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "rows": _rows_first,
+    "onednn": _onednn,
     "columns": _columns_first,
+    "rows": _rows_first,
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How to multiply: which method, at how many rows (the missing ones are zero), and what it cost when measured."""
+    """How to multiply: which method, at how many rows and threads, and what one such product cost when measured.
+
+    Attributes:
+        method: One of `METHODS`.
+        num_rows: Rows of each product: missing ones are zero, more are multiplied in groups.
+        milliseconds: Of one product.
+        num_threads: Threads to use; 0 leaves torch's number alone, switching costs 10 us.
+    """
 
     method: str
     num_rows: int
     milliseconds: float
+    num_threads: int = 0
 
     def __post_init__(self) -> None:
-        if self.method not in METHODS or not isinstance(self.num_rows, int):
-            raise ValueError(f"way {self.method!r} at {self.num_rows!r} rows; expected a method of {list(METHODS)}")
+        if self.method not in METHODS or type(self.num_rows) is not int or type(self.num_threads) is not int:
+            raise ValueError(f"{self}; expected a method of {list(METHODS)}, whole rows and threads")
+        if self.num_rows < 1 or self.num_threads < 0:
+            raise ValueError(f"{self}; expected at least 1 row and no negative number of threads")
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Multiply `x [n, in]` by `weight [out, in]` transposed; n is at most `num_rows`."""
+        """Multiply `x [n, in]` by `weight [out, in]` transposed."""
+        if self.num_threads == 0:
+            return self._in_groups(x, weight)
+        before = torch.get_num_threads()
+        torch.set_num_threads(self.num_threads)
+        try:
+            return self._in_groups(x, weight)
+        finally:
+            torch.set_num_threads(before)
+
+    def cost(self, num_rows: int) -> float:
+        """Return the milliseconds expected for `num_rows` rows."""
+        return -(-num_rows // self.num_rows) * self.milliseconds
+
+    def _in_groups(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] <= self.num_rows:
+            return self._group(x, weight)
+        return torch.cat([self._group(group, weight) for group in torch.split(x, self.num_rows)])
+
+    def _group(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         n = x.shape[0]
         if n < self.num_rows:
             x = functional.pad(x, (0, 0, 0, self.num_rows - n))
-        return METHODS[self.method](x, weight)[:n]
+        elif x.data_ptr() % _ALIGNMENT:
+            x = x.clone()
+        y = METHODS[self.method](x, weight)
+        return y if n == self.num_rows else y[:n]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +117,7 @@ class RowTable:
     ways: tuple[Way, ...]  # ways[n - 1] multiplies n rows
 
     def __post_init__(self) -> None:
-        if len(self.ways) != MAX_ROWS or any(way.num_rows < n for n, way in enumerate(self.ways, start=1)):
+        if len(self.ways) != MAX_ROWS:
             raise ValueError(f"a table of {len(self.ways)} ways; expected one for each of 1..{MAX_ROWS} rows")
 
 
@@ -74,57 +125,178 @@ class SmallRowLinear(nn.Module):
     """An `nn.Linear` that multiplies up to MAX_ROWS rows in the way its table says, and more as before.
 
     Attributes:
+        table: How to multiply.
+        mode: In passes whose rows must have the bits that they have alone, any number of rows goes by the table; None
+            if no pass needs that.
         is_stock: Multiply every number of rows as before, for comparison.
     """
 
-    def __init__(self, linear: nn.Linear, table: RowTable) -> None:
+    def __init__(self, linear: nn.Linear, table: RowTable, mode: RowMode | None = None) -> None:
         super().__init__()
         self.weight = linear.weight
         self.bias = linear.bias
         self.in_features = linear.in_features
         self.out_features = linear.out_features
         self.table = table
+        self.mode = mode
         self.is_stock = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Apply to `x [..., in]`."""
         num_rows = x.numel() // self.in_features
-        if num_rows > MAX_ROWS or self.is_stock:
+        is_many = num_rows > MAX_ROWS and (self.mode is None or not self.mode.is_rowwise)
+        if is_many or self.is_stock:
             return functional.linear(x, self.weight, self.bias)
-        y = self.table.ways[num_rows - 1](x.reshape(num_rows, self.in_features), self.weight)
+        rows = x.reshape(num_rows, self.in_features)
+        if num_rows <= MAX_ROWS:
+            y = self.table.ways[num_rows - 1](rows, self.weight)
+        else:
+            y = torch.cat([self.table.ways[len(part) - 1](part, self.weight) for part in torch.split(rows, MAX_ROWS)])
         if self.bias is not None:
             y = y + self.bias
         return y.view(*x.shape[:-1], self.out_features)
 
 
-def _least_ms(action: Callable[[torch.Tensor], object], weights: Sequence[torch.Tensor]) -> float:
-    """Time an action, each time on the next weight, as a forward pass would find it (not in the cache).
+def _least_ms(way: Way, x: torch.Tensor, weights: Sequence[torch.Tensor], *, best: float) -> float:
+    """Time a product with `x`, each time on the next weight, as a forward pass would find it (not in the cache).
 
-    The least of a few times is taken: whatever else the machine does only ever adds.
+    The least of a few times is taken: whatever else the machine does only ever adds. What is far from the `best` known
+    is tried twice only (the first time prepares the kernel).
     """
     times = []
     for repeat in range(_REPEATS):
         weight = weights[repeat % len(weights)]
         start = time.perf_counter()
-        action(weight)
+        way(x, weight)
         times.append((time.perf_counter() - start) * 1e3)
+        if repeat and min(times) > _HOPELESS * best:
+            break
     return min(times)
 
 
-def measure(weights: Sequence[torch.Tensor]) -> RowTable:
-    """Measure every method at every row count on weights `[out, in]` of one shape."""
-    out_features, in_features = weights[0].shape
-    candidates = []
+def _thread_counts() -> tuple[int, ...]:
+    """Return 0, for torch's own number, and its halves down to 1."""
+    counts = [0]
+    num_threads = torch.get_num_threads()
+    while num_threads > 1:
+        num_threads //= 2
+        counts.append(num_threads)
+    return tuple(counts)
+
+
+def _methods_for(dtype: torch.dtype) -> list[str]:
+    """Return the methods that work here with this type; not every build of torch has each."""
+    able = []
+    one = torch.ones(1, 1, dtype=dtype)
+    for name, method in METHODS.items():
+        try:
+            method(one, one)
+        except (RuntimeError, AttributeError):
+            continue
+        able.append(name)
+    return able
+
+
+def _candidates(weights: Sequence[torch.Tensor], thread_counts: Sequence[int]) -> list[Way]:
+    """Measure every method at every row count and number of threads; what is near the best once more, a while later."""
+    once = list(_measured(weights, thread_counts))
+    best = {n: min(way.milliseconds for way in once if way.num_rows == n) for n in ROW_COUNTS}
+    near = [way for way in once if way.milliseconds < _NEAR * best[way.num_rows]]
+    again = []
+    for way in near:
+        x = torch.randn(way.num_rows, weights[0].shape[1], dtype=weights[0].dtype)
+        elapsed = _least_ms(way, x, weights, best=way.milliseconds)
+        again.append(replace(way, milliseconds=min(elapsed, way.milliseconds)))
+    return [*(way for way in once if way not in near), *again]
+
+
+def _measured(weights: Sequence[torch.Tensor], thread_counts: Sequence[int]) -> Iterator[Way]:
+    dtype, in_features = weights[0].dtype, weights[0].shape[1]
+    methods = _methods_for(dtype)
     for num_rows in ROW_COUNTS:
-        x = torch.randn(num_rows, in_features, dtype=weights[0].dtype)
-        for method in METHODS:
-            unmeasured = Way(method, num_rows, 0.0)
-            elapsed = _least_ms(lambda weight, x=x, way=unmeasured: way(x, weight), weights)  # type: ignore[misc]
-            candidates.append(Way(method, num_rows, elapsed))
-    ways = []
-    for n in range(1, MAX_ROWS + 1):
-        ways.append(min((way for way in candidates if way.num_rows >= n), key=lambda way: way.milliseconds))
-    return RowTable((out_features, in_features), tuple(ways))
+        x = torch.randn(num_rows, in_features, dtype=dtype)
+        best = float("inf")
+        for num_threads in thread_counts:
+            for method in methods:
+                unmeasured = Way(method, num_rows, 0.0, num_threads)
+                elapsed = _least_ms(unmeasured, x, weights, best=best)
+                best = min(best, elapsed)
+                yield Way(method, num_rows, elapsed, num_threads)
+
+
+def _table(shape: tuple[int, int], candidates: Sequence[Way]) -> RowTable:
+    """Take the cheapest way for each row count; another number of threads has to be clearly better."""
+
+    def best_for(num_rows: int) -> Way:
+        def key(way: Way) -> tuple[float, int]:
+            cost = way.cost(num_rows)
+            return (cost / _WORTH_IT if way.num_threads else cost), -way.num_rows
+
+        return min(candidates, key=key)
+
+    return RowTable(shape, tuple(best_for(n) for n in range(1, MAX_ROWS + 1)))
+
+
+def measure(weights: Sequence[torch.Tensor]) -> RowTable:
+    """Measure every way to multiply on weights `[out, in]` of one shape; returns the fastest for each row count."""
+    out_features, in_features = weights[0].shape
+    return _table((out_features, in_features), _candidates(weights, _thread_counts()))
+
+
+def measure_exact(weights: Sequence[torch.Tensor]) -> RowTable:
+    """Do as `measure`, among ways that give a row the same bits wherever it stands.
+
+    Raises:
+        UnsupportedModelError: If no way to multiply does.
+    """
+    out_features, in_features = weights[0].shape
+    candidates = _candidates(weights, (0,))
+    classes: list[tuple[list[torch.Tensor], list[Way]]] = []
+    for way in candidates:
+        bits = row_bits(way, weights)
+        if bits is None:
+            continue
+        known = next((ways for same, ways in classes if _are_equal(same, bits)), None)
+        if known is None:
+            classes.append((bits, [way]))
+        else:
+            known.append(way)
+    if not classes:
+        raise UnsupportedModelError(
+            f"no product with weights {out_features}x{in_features} gives a row the same bits wherever it stands; "
+            "load the model without exact=True"
+        )
+    tables = [_table((out_features, in_features), ways) for _, ways in classes]
+    return min(tables, key=lambda table: sum(table.ways[n - 1].cost(n) for n in _TYPICAL_ROWS))
+
+
+def is_exact(table: RowTable, weights: Sequence[torch.Tensor]) -> bool:
+    """Tell whether a table's ways all give a row the same bits wherever it stands."""
+    seen = [row_bits(way, weights) for way in dict.fromkeys(table.ways)]
+    return all(bits is not None and seen[0] is not None and _are_equal(bits, seen[0]) for bits in seen)
+
+
+def row_bits(way: Way, weights: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+    """Return what random rows become, or None if it depends on their places and on their neighbours.
+
+    Tried on one weight of each alignment in memory, with the rows in order, rotated, in reverse, and each last group
+    filled up with zeros. Sums in another order show in the last bits of some of the many outputs.
+    """
+    results = []
+    for weight in {weight.data_ptr() % _ALIGNMENT: weight for weight in weights}.values():
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(MAX_ROWS, weight.shape[1], generator=generator).to(weight.dtype)
+        y = way(x, weight)
+        others = [way(x.roll(1, 0), weight).roll(-1, 0), way(x.flip(0), weight).flip(0)]
+        ragged = way(x[: -way.num_rows + 1] if way.num_rows > 1 else x, weight)
+        if not all(torch.equal(y, other) for other in others) or not torch.equal(y[: len(ragged)], ragged):
+            return None
+        results.append(y)
+    return results
+
+
+def _are_equal(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
 def _linears(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
@@ -144,61 +316,77 @@ def _load(path: Path) -> dict[tuple[int, int], RowTable]:
     """Read a stored table; anything unreadable counts as not measured."""
     try:
         stored = json.loads(path.read_text())
-        return {
-            (entry["shape"][0], entry["shape"][1]): RowTable(
-                (entry["shape"][0], entry["shape"][1]),
-                tuple(Way(way["method"], way["num_rows"], way["milliseconds"]) for way in entry["ways"]),
-            )
-            for entry in stored
-        }
+        tables = {}
+        for entry in stored:
+            out_features, in_features = entry["shape"]
+            distinct = [Way(**way) for way in entry["ways"]]
+            shape = (out_features, in_features)
+            tables[shape] = RowTable(shape, tuple(distinct[index] for index in entry["by_rows"]))
+        return tables
     except (OSError, ValueError, LookupError, TypeError):
         return {}
 
 
 def _store(path: Path, tables: dict[tuple[int, int], RowTable]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    entries = [
-        {
-            "shape": list(table.shape),
-            "ways": [
-                {"method": way.method, "num_rows": way.num_rows, "milliseconds": way.milliseconds} for way in table.ways
-            ],
-        }
-        for table in tables.values()
-    ]
+    entries = []
+    for table in tables.values():
+        distinct = list(dict.fromkeys(table.ways))
+        by_rows = [distinct.index(way) for way in table.ways]
+        entries.append({"shape": table.shape, "ways": [asdict(way) for way in distinct], "by_rows": by_rows})
     partial = path.with_suffix(f".{time.monotonic_ns()}.partial")
     partial.write_text(json.dumps(entries, indent=1))
     partial.replace(path)
 
 
-def table_path(folder: Path, dtype: torch.dtype) -> Path:
+def table_path(folder: Path, dtype: torch.dtype, *, exact: bool = False) -> Path:
     """Return where this machine's table for weights of `dtype` is kept."""
-    return folder / f"small-rows-{_machine_key(dtype)}.json"
+    kind = "exact-rows" if exact else "small-rows"
+    return folder / f"{kind}-{_FORMAT}-{_machine_key(dtype)}.json"
 
 
-def calibrate(model: nn.Module, *, folder: Path | None = None) -> dict[tuple[int, int], RowTable]:
+def calibrate(
+    model: nn.Module, *, folder: Path | None = None, mode: RowMode | None = None
+) -> dict[tuple[int, int], RowTable]:
     """Replace every `nn.Linear` on the CPU by a `SmallRowLinear` with a measured table.
 
     Args:
         model: The target, on the CPU; other devices are left as they are (their kernels like few rows).
         folder: Where tables are kept between loads; None measures every time.
+        mode: Tells passes that must be exact; their tables are, and are checked on every load. None for the fastest.
 
     Returns:
         The table of each weight shape.
+
+    Raises:
+        UnsupportedModelError: If exact products are wanted, and this machine or device has none.
     """
     found = [entry for entry in _linears(model) if entry[2].weight.device.type == "cpu"]
+    if mode is not None and len(found) < sum(1 for _ in _linears(model)):
+        raise UnsupportedModelError("exact products run on a CPU; load the model there, or without exact=True")
     if not found:
         return {}
-    path = None if folder is None else table_path(folder, found[0][2].weight.dtype)
+    path = None if folder is None else table_path(folder, found[0][2].weight.dtype, exact=mode is not None)
     tables = {} if path is None else _load(path)
     by_shape: dict[tuple[int, int], list[torch.Tensor]] = {}
     for _, _, linear in found:
         by_shape.setdefault((linear.out_features, linear.in_features), []).append(linear.weight)
     with torch.inference_mode():
-        missing = {shape: measure(weights) for shape, weights in by_shape.items() if shape not in tables}
+        missing = _measure_missing(by_shape, tables, exact=mode is not None)
     tables |= missing
     if path is not None and missing:
         _store(path, tables)
     for parent, name, linear in found:
-        setattr(parent, name, SmallRowLinear(linear, tables[linear.out_features, linear.in_features]))
+        table = tables[linear.out_features, linear.in_features]
+        setattr(parent, name, SmallRowLinear(linear, table, mode))
     return {shape: tables[shape] for shape in by_shape}
+
+
+def _measure_missing(
+    by_shape: dict[tuple[int, int], list[torch.Tensor]], tables: dict[tuple[int, int], RowTable], *, exact: bool
+) -> dict[tuple[int, int], RowTable]:
+    """Measure what has no table, or one that is not exact here."""
+    if not exact:
+        return {shape: measure(weights) for shape, weights in by_shape.items() if shape not in tables}
+    unproven = {s: w for s, w in by_shape.items() if s not in tables or not is_exact(tables[s], w)}
+    return {shape: measure_exact(weights) for shape, weights in unproven.items()}

@@ -1,144 +1,219 @@
-"""Many callers, one set of weights: a single thread runs everybody's decoding, one step each in turn.
+"""Many callers, one set of weights: one thread runs the target, and one pass of it serves every text that is decoded.
 
-All tensor work happens on that thread, so callers may be threads or asyncio tasks, a cancelled caller stops within one
-step, and an exception in one caller's code never reaches another's decoding.
+Each caller iterates over its own `Step`s, in any thread. Between two passes the engine's thread takes in new texts,
+drops those that were cancelled, and runs
+
+* one prefill chunk of the text that has waited longest for one, so that a long prompt holds the others up by no more
+  than a chunk, and
+* one packed pass over all other texts: their drafts are verified together, each with its own acceptance.
+
+A caller may lag `_LOOKAHEAD` steps behind; then its text waits, and the others go on. What goes wrong with one text
+is raised in its caller alone.
 """
 
 from __future__ import annotations
 
 import atexit
-import logging
 import os
+import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
-from typing import Generic, TypeVar
+from collections.abc import Iterator
+from dataclasses import dataclass
 
-from dlite_agent.errors import DLiteError
+from dlite_agent.drafters.protocol import Drafter
+from dlite_agent.engine.attention import ROWWISE_MAX_ROWS
+from dlite_agent.engine.decode import Decoding, Request, Step, run_pass
+from dlite_agent.engine.draft_length import FixedLength, Planner
+from dlite_agent.engine.state import TargetState
+from dlite_agent.engine.target import Target
+from dlite_agent.errors import ConfigError, DLiteError, EngineBusyError
 
-T = TypeVar("T")
 _EXIT_S = 60.0
-
-logger = logging.getLogger(__name__)
-
-_END = object()
+_LOOKAHEAD = 2
 
 
-class Job(Generic[T]):
-    """One caller's iteration, run on the scheduler's thread.
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much a scheduler takes on.
 
-    `deliver` is called there with ("item", value) for each item and then once with ("done", None) or ("failed", error).
+    Attributes:
+        max_active: Texts decoded at once; more wait for their turn, first come, first served.
+        max_waiting: Texts that may wait; one more is refused.
     """
 
-    def __init__(self, items: Callable[[Job[T]], Iterator[T]], deliver: Callable[[str, object], None]) -> None:
-        self._make = items
-        self._deliver = deliver
-        self._items: Iterator[T] | None = None
-        self._cancelled = threading.Event()
+    max_active: int = 16
+    max_waiting: int = 1024
+
+    def __post_init__(self) -> None:
+        if self.max_active < 1 or self.max_waiting < 0:
+            raise ConfigError(f"{self}; expected max_active of at least 1 and max_waiting of at least 0")
+
+
+class _Text:
+    """One caller's decoding, and the steps it has not fetched yet."""
+
+    def __init__(self, decoding: Decoding) -> None:
+        self.decoding = decoding
+        self.steps: queue.SimpleQueue[Step | None] = queue.SimpleQueue()
+        self.is_withdrawn = False
+        self.has_left = threading.Event()
 
     @property
-    def is_cancelled(self) -> bool:
-        """True once nobody waits for the result any more."""
-        return self._cancelled.is_set()
+    def is_ready(self) -> bool:
+        """True if a pass may be run for it, or there is nothing more to run."""
+        return self.is_withdrawn or self.decoding.is_done or self.steps.qsize() < _LOOKAHEAD
 
-    def cancel(self) -> None:
-        """Ask the iteration to stop; it does so within one step."""
-        self._cancelled.set()
-
-    def advance(self) -> bool:
-        """Run one step; returns whether there may be more. No error gets out: it is the caller's own."""
-        try:
-            item = self._next()
-            if item is not _END:
-                self._deliver("item", item)
-                return True
-            self._close()
-        except BaseException as error:
-            self._finish("failed", error)
-        else:
-            self._finish("done", None)
-        return False
-
-    def _next(self) -> object:
-        if self.is_cancelled:
-            return _END
-        if self._items is None:
-            self._items = self._make(self)
-        return next(self._items, _END)
-
-    def _finish(self, kind: str, value: object) -> None:
-        """End the iteration and tell the caller; one who cannot be told has gone."""
-        for action in (self._close, lambda: self._deliver(kind, value)):
-            try:
-                action()
-            except BaseException:
-                logger.warning("a caller of the engine failed as it ended (%s)", kind, exc_info=True)
-
-    def _close(self) -> None:
-        if isinstance(self._items, Generator):
-            self._items.close()
+    @property
+    def is_over(self) -> bool:
+        return self.is_withdrawn or self.decoding.is_done
 
 
 class Scheduler:
-    """Runs jobs round-robin on one daemon thread that lives from the first job until `close`."""
+    """Decodes many texts on one target; its thread lives from the first text until `close`."""
 
-    def __init__(self, name: str = "dlite-engine") -> None:
+    def __init__(
+        self,
+        target: Target,
+        *,
+        planner: Planner | None = None,
+        limits: Limits | None = None,
+        name: str = "dlite-engine",
+    ) -> None:
+        """Serve one target.
+
+        Args:
+            target: The model; nobody else may run it meanwhile.
+            planner: Decides how long drafts are; by default as long as the requests allow.
+            limits: How much to take on.
+            name: The thread's name.
+        """
+        self._target = target
+        self._planner = planner or FixedLength()
+        self._limits = limits or Limits()
         self._name = name
         self._condition = threading.Condition()
-        self._jobs: deque[Job[object]] = deque()
+        self._waiting: deque[_Text] = deque()
+        self._active: list[_Text] = []
         self._thread: threading.Thread | None = None
-        self._closed = False
-        self._running: Job[object] | None = None
+        self._is_closed = False
         self._pid = os.getpid()
 
-    def submit(self, job: Job[T]) -> None:
-        """Queue a job behind those that run.
+    def decode(self, state: TargetState, drafter: Drafter, request: Request) -> Iterator[Step]:
+        """Decode one request together with those of other callers; see `decode.decode`.
+
+        The state belongs to the engine until the iteration ends; closing it returns once no pass uses the state.
 
         Raises:
+            ContextLengthError: If the prompt leaves no room for a token; nothing was computed.
+            EngineBusyError: If too many texts wait already.
             DLiteError: If the scheduler was closed, or made in the process this one was forked from.
         """
-        if os.getpid() != self._pid:
-            raise DLiteError("the engine does not survive a fork; create the model in the child process, or use spawn")
-        with self._condition:
-            if self._closed:
-                raise DLiteError("the engine is closed; create a new ChatDLite")
-            self._jobs.append(job)  # type: ignore[arg-type]
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
-                atexit.register(self.close, timeout=_EXIT_S)  # a thread in torch at exit aborts the process
-            self._condition.notify()
-
-    def cancel_all(self) -> None:
-        """Cancel every job; sets flags only, so a signal handler may call it."""
-        for job in [*self._jobs, self._running]:
-            if job is not None:
-                job.cancel()
+        text = _Text(Decoding(self._target, state, drafter, request))
+        self._admit(text)
+        try:
+            while (step := text.steps.get()) is not None:
+                self._wake()
+                yield step
+            if text.decoding.error is not None:
+                raise text.decoding.error
+        finally:
+            text.is_withdrawn = True
+            self._wake()
+            text.has_left.wait()
 
     def close(self, *, timeout: float = 5.0) -> None:
-        """Cancel all jobs and wait for the thread to end."""
+        """End every text within one pass, with an error for its caller, and wait for the thread to end."""
         with self._condition:
-            self._closed = True
-            for job in self._jobs:
-                job.cancel()
-            self._condition.notify()
+            self._is_closed = True
+            self._condition.notify_all()
             thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout)
 
-    def _run(self) -> None:
-        while (job := self._next()) is not None:
-            self._running = job
-            has_more = job.advance()
-            self._running = None
-            if has_more:
-                with self._condition:
-                    if self._closed:
-                        job.cancel()
-                    self._jobs.append(job)
+    def _check_open(self) -> None:
+        if os.getpid() != self._pid:
+            raise DLiteError("the engine does not survive a fork; create the model in the child process, or use spawn")
+        if self._is_closed:
+            raise DLiteError("the engine is closed; create a new ChatDLite")
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+            atexit.register(self.close, timeout=_EXIT_S)  # a thread in torch at exit aborts the process
 
-    def _next(self) -> Job[object] | None:
+    def _admit(self, text: _Text) -> None:
         with self._condition:
-            while not self._jobs and not self._closed:
+            self._check_open()
+            if len(self._active) + len(self._waiting) >= self._limits.max_active + self._limits.max_waiting:
+                raise EngineBusyError(
+                    f"{len(self._waiting)} texts wait for the engine; try again later, or raise Limits.max_waiting"
+                )
+            self._waiting.append(text)
+            self._condition.notify_all()
+
+    def _wake(self) -> None:
+        with self._condition:
+            self._condition.notify_all()
+
+    def _run(self) -> None:
+        """The engine's thread."""
+        try:
+            while self._wait_for_work():
+                self._run_once()
+        finally:
+            with self._condition:
+                self._is_closed = True
+                for text in [*self._active, *self._waiting]:
+                    if not text.is_over:
+                        text.decoding.error = DLiteError("the engine was closed while it decoded this text")
+                    self._dismiss(text)
+
+    def _wait_for_work(self) -> bool:
+        """Return True when there is something to do, False when the engine is closed."""
+        with self._condition:
+            while not self._is_closed and not self._take_in():
                 self._condition.wait()
-            return self._jobs.popleft() if self._jobs else None
+            return not self._is_closed
+
+    def _take_in(self) -> bool:
+        """Fill the places that are free; returns whether there is anything to do."""
+        while self._waiting and len(self._active) < self._limits.max_active:
+            self._active.append(self._waiting.popleft())
+        return any(text.is_ready for text in self._active) or any(text.is_over for text in self._waiting)
+
+    def _run_once(self) -> None:
+        """Dismiss the texts that are over, then run one prefill chunk and one packed pass."""
+        self._dismiss_over()
+        ready = [text for text in self._active if text.is_ready]
+        long = [text for text in ready if text.decoding.num_pending > ROWWISE_MAX_ROWS]
+        if long:
+            self._pass([long[0]])
+            self._active.remove(long[0])  # the next chunk is somebody else's
+            self._active.append(long[0])
+        short = [text for text in ready if text not in long]
+        if short:
+            self._pass(short)
+        self._dismiss_over()
+
+    def _dismiss_over(self) -> None:
+        with self._condition:
+            for texts in (self._active, self._waiting):
+                for text in [text for text in texts if text.is_over]:
+                    texts.remove(text)
+                    self._dismiss(text)
+
+    @staticmethod
+    def _dismiss(text: _Text) -> None:
+        text.has_left.set()
+        text.steps.put(None)
+
+    def _pass(self, texts: list[_Text]) -> None:
+        try:
+            steps = run_pass(self._target, [text.decoding for text in texts], self._planner)
+        except BaseException as error:  # the pass's own (memory, a broken model): every text of it ends
+            for text in texts:
+                text.decoding.error = error
+            return
+        for text, step in zip(texts, steps, strict=True):
+            if step is not None:
+                text.steps.put(step)

@@ -57,9 +57,41 @@ class TargetState:
         self._ids[self._num_ids : stop] = ids
         self._num_ids = stop
 
+    def begin(self, prompt: Ids) -> int:
+        """Make the text a prompt, of at least one token; returns how many of its rows are there already.
+
+        At least the last row is left to be computed, since its logits and its features are needed.
+        """
+        self.rewind(min(common_prefix(self.ids[: self.num_rows], prompt), len(prompt) - 1))
+        num_rows = self.num_rows
+        self._num_ids = num_rows
+        self.append(prompt[num_rows:])
+        self.pivot = None
+        return num_rows
+
     def rewind(self, num_tokens: int) -> None:
         """Keep the first `num_tokens` tokens and no KV row beyond them."""
         self._num_ids = min(self._num_ids, num_tokens)
         if self.cache.num_rows > num_tokens:
             self.cache.crop_to(num_tokens)
             self.pivot = None
+
+    def truncate(self, num_tokens: int) -> None:
+        """Keep the first `num_tokens` tokens, at least one; the last of them is the anchor."""
+        if num_tokens < len(self.ids):
+            self.rewind(num_tokens)
+            self.cache.crop_to(num_tokens - 1)
+            self.pivot = None
+
+    def copy(self, cache: SlabCache) -> TargetState:
+        """Return a state of its own with the same text, in an empty cache of the same target.
+
+        Raises:
+            UnsupportedModelError: If the target has state besides KV rows; give its prompt to a new state instead.
+        """
+        other = TargetState(cache)
+        if self.num_rows:
+            cache.append(self.cache.rows(0, self.num_rows))
+        other.append(self.ids)
+        other.pivot = self.pivot
+        return other

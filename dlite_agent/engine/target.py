@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,15 +22,17 @@ from torch import nn
 from dlite_agent.drafters.pivot import pivot_layer_ids
 from dlite_agent.engine import attention, int8
 from dlite_agent.engine.cache import SlabCache
+from dlite_agent.engine.families import refuse_inexact
 from dlite_agent.engine.linear import RowTable, calibrate
-from dlite_agent.errors import ConfigError, CorruptModelError, UnsupportedModelError
+from dlite_agent.engine.packed import PackedCache
+from dlite_agent.engine.recurrent import RECURRENT_LAYER_TYPES, RecurrentCache
+from dlite_agent.engine.rowwise import RowMode, separate_rows
+from dlite_agent.errors import ConfigError, CorruptModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Quantization = Literal["int8"]
-FAMILIES = ("llama", "qwen2", "qwen3", "gemma3_text")
-_EXACT_ROPE = ("default", "linear", "llama3", "yarn")
 _DEFAULT_NUM_FEATURES = 5
 _LAYOUT = 1
 
@@ -47,17 +50,39 @@ class TargetOutput:
     features: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One session's share of a pass: new tokens behind the rows of its cache.
+
+    Attributes:
+        ids: New tokens, at least one.
+        cache: The session's cache; written in place.
+        num_logits: Logits wanted, of the last rows.
+        num_features: Features wanted, of the last rows.
+    """
+
+    ids: Sequence[int]
+    cache: SlabCache
+    num_logits: int = 1
+    num_features: int = 1
+
+    @property
+    def num_rows(self) -> int:
+        """New rows."""
+        return len(self.ids)
+
+
 class _Tap:
-    """Keeps the last rows of one module's output."""
+    """Keeps the wanted rows of one module's output."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.num_rows = 1
+        self.wanted: slice | torch.Tensor = slice(-1, None)
         self.rows: torch.Tensor | None = None
         self.remove = module.register_forward_hook(self._keep).remove
 
     def _keep(self, module: nn.Module, inputs: Any, output: Any) -> None:
         hidden = output[0] if isinstance(output, tuple) else output
-        self.rows = hidden[0, -self.num_rows :].clone()
+        self.rows = hidden[0, self.wanted].clone()
 
 
 class Target:
@@ -69,22 +94,25 @@ class Target:
         *,
         fingerprint: str,
         quantize: Quantization | None = None,
+        exact: bool = False,
         cache_dir: Path | None = None,
     ) -> None:
         """Take over a transformers model.
 
         Args:
-            model: A causal LM of one of `FAMILIES`, in evaluation mode.
+            model: A causal LM of one of `families.FAMILIES`, in evaluation mode.
             fingerprint: Names everything that decides the KV bytes; see `fingerprint_of`.
             quantize: "int8" for int8 weights (see `engine.int8`), or None.
+            exact: Give a row the very same logits in plain, verify and packed passes. int8 weights always do.
             cache_dir: Where calibration and weight digests are kept, or None to measure now.
 
         Raises:
-            UnsupportedModelError: If the family was not shown to be exact.
+            UnsupportedModelError: If the family was not shown to be exact, or not by this machine's kernels.
         """
-        _refuse_inexact(model.config)
+        self.is_exact = exact or quantize is not None
+        refuse_inexact(model.config, is_rowwise=self.is_exact)
         attention.register()
-        model.set_attn_implementation(_attention_name(quantize))
+        model.set_attn_implementation(_attention_name(is_exact=self.is_exact))
         self.model = model.eval().requires_grad_(False)
         self.config = model.config
         self.fingerprint = fingerprint
@@ -99,7 +127,12 @@ class Target:
         self.tap(pivot_layer_ids(self.num_layers, min(_DEFAULT_NUM_FEATURES, self.num_layers)))
         if quantize == "int8":
             int8.quantize(model)
-        self.row_tables: dict[tuple[int, int], RowTable] = calibrate(model, folder=cache_dir)
+        mode = None
+        if self.is_exact:
+            mode = RowMode()
+            mode.watch(model)
+            separate_rows(model, mode)
+        self.row_tables: dict[tuple[int, int], RowTable] = calibrate(model, folder=cache_dir, mode=mode)
 
     @classmethod
     def load(
@@ -108,22 +141,26 @@ class Target:
         *,
         dtype: torch.dtype = torch.float32,
         quantize: Quantization | None = None,
+        exact: bool = False,
+        device: str = "cpu",
         cache_dir: Path | None = None,
     ) -> Target:
-        """Load a model folder (config.json, safetensors).
+        """Load a model folder (config.json, safetensors) onto a device; the other options are those of `Target`.
 
         Raises:
-            UnsupportedModelError: If the family was not shown to be exact.
+            ConfigError: If this machine has no such device.
+            UnsupportedModelError: If the family was not shown to be exact, or not by this machine's kernels.
             CorruptModelError: If the folder cannot be read as a model.
         """
         from transformers import AutoConfig, AutoModelForCausalLM
 
+        _check_device(device)
         try:
             config = AutoConfig.from_pretrained(folder)
         except Exception as error:  # whatever a damaged file makes of transformers' validation
             raise CorruptModelError(f"{folder} has no readable config.json ({error}); pull the model again") from error
-        config = getattr(config, "text_config", config)
-        _refuse_inexact(config)
+        refuse_inexact(config, is_rowwise=exact or quantize is not None)
+        config = getattr(config, "text_config", None) or config
         try:
             with _no_progress_bars():
                 loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -134,8 +171,8 @@ class Target:
         model, loading = loaded
         if wrong := sorted(map(str, [*loading["missing_keys"], *loading["mismatched_keys"]])):
             raise CorruptModelError(f"{folder} lacks weights its config.json asks for ({wrong[0]}, ...); pull it again")
-        fingerprint = fingerprint_of(folder, config, dtype=dtype, quantize=quantize, digests_dir=cache_dir)
-        return cls(model, fingerprint=fingerprint, quantize=quantize, cache_dir=cache_dir)
+        fingerprint = fingerprint_of(folder, config, dtype=dtype, quantize=quantize, exact=exact, digests_dir=cache_dir)
+        return cls(model.to(device), fingerprint=fingerprint, quantize=quantize, exact=exact, cache_dir=cache_dir)
 
     @property
     def embedding(self) -> torch.Tensor:
@@ -156,44 +193,115 @@ class Target:
         self._taps = [_Tap(module) for module in modules]
         self.layer_ids = tuple(layer_ids)
 
+    @property
+    def is_packable(self) -> bool:
+        """Whether rows of several sessions can share a pass: a recurrent layer would run from one into the next."""
+        return not self._has_recurrent_layers
+
+    @property
+    def is_restorable(self) -> bool:
+        """Whether a session's KV rows alone bring it back; a recurrent layer's state is not among them."""
+        return not self._has_recurrent_layers
+
     def new_cache(self) -> SlabCache:
-        """Return an empty cache for one session."""
+        """Return an empty cache for one session; with recurrent layers, one that goes back to checkpoints."""
+        if self._has_recurrent_layers:
+            return RecurrentCache(self.config.layer_types, device=self.device)
         return SlabCache(self.num_layers, device=self.device)
 
-    @torch.inference_mode()
+    @property
+    def _has_recurrent_layers(self) -> bool:
+        return not RECURRENT_LAYER_TYPES.isdisjoint(getattr(self.config, "layer_types", None) or ())
+
     def forward(
         self, ids: Sequence[int], cache: SlabCache, *, num_logits: int = 1, num_features: int = 1
     ) -> TargetOutput:
-        """Run the target over new tokens behind the rows of `cache`, which grows by `len(ids)`; not at all on failure.
+        """Run the target over new tokens behind the rows of one cache; see `forward_many`."""
+        return self.forward_many([Segment(ids, cache, num_logits, num_features)])[0]
 
-        Args:
-            ids: New tokens, at least one.
-            cache: The session's cache; written in place.
-            num_logits: Logits wanted, of the last rows.
-            num_features: Features wanted, of the last rows.
+    @torch.inference_mode()
+    def forward_many(self, segments: Sequence[Segment]) -> list[TargetOutput]:
+        """Run the target once over the new tokens of several sessions, packed into one row of tokens.
+
+        Each cache grows by its segment's rows; on failure each is where it was, one with checkpoints at or before.
+        Families that cannot be packed are run one by one.
         """
-        for tap in self._taps:
-            tap.num_rows = num_features
-        rows = torch.tensor([list(ids)], dtype=torch.long, device=self.device)
-        num_rows = cache.num_rows
+        before = [segment.cache.num_rows for segment in segments]
         try:
-            output = self.model(input_ids=rows, cache=cache, use_cache=True, logits_to_keep=num_logits)
+            if len(segments) > 1 and self.is_packable:
+                return self._forward_packed(segments)
+            return [self._forward_one(segment) for segment in segments]
         except BaseException:
-            cache.crop_to(num_rows)  # the first layers may have written
+            for segment, num_rows in zip(segments, before, strict=True):
+                segment.cache.crop_to(num_rows)  # the first layers may have written
             raise
+
+    def _forward_one(self, segment: Segment) -> TargetOutput:
+        logits, features = self._run(
+            segment.ids,
+            cache=segment.cache,
+            logits_to_keep=segment.num_logits,
+            features_to_keep=slice(-segment.num_features, None),
+        )
+        return TargetOutput(logits, features)
+
+    def _forward_packed(self, segments: Sequence[Segment]) -> list[TargetOutput]:
+        starts = [segment.cache.num_rows for segment in segments]
+        positions = [start + i for start, s in zip(starts, segments, strict=True) for i in range(s.num_rows)]
+        stops = list(accumulate(segment.num_rows for segment in segments))
+        wanted_logits = [range(stop - s.num_logits, stop) for stop, s in zip(stops, segments, strict=True)]
+        wanted_features = [range(stop - s.num_features, stop) for stop, s in zip(stops, segments, strict=True)]
+        logits, features = self._run(
+            [token for segment in segments for token in segment.ids],
+            cache=PackedCache(segments, self.num_layers),
+            logits_to_keep=self._index(wanted_logits),
+            features_to_keep=self._index(wanted_features),
+            position_ids=torch.tensor([positions], device=self.device),
+            segments=segments,
+        )
+        each_logits = torch.split(logits, [s.num_logits for s in segments])
+        each_features = torch.split(features, [s.num_features for s in segments])
+        return [TargetOutput(*pair) for pair in zip(each_logits, each_features, strict=True)]
+
+    def _run(
+        self,
+        ids: Sequence[int],
+        *,
+        cache: Any,
+        logits_to_keep: int | torch.Tensor,
+        features_to_keep: slice | torch.Tensor,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One pass of the model; returns logits `[rows, vocab]` and features `[rows, layers, hidden]`."""
+        for tap in self._taps:
+            tap.wanted = features_to_keep
+        rows = torch.tensor([list(ids)], dtype=torch.long, device=self.device)
+        output = self.model(input_ids=rows, cache=cache, use_cache=True, logits_to_keep=logits_to_keep, **kwargs)
         features = torch.stack([tap.rows for tap in self._taps if tap.rows is not None], dim=1)
         for tap in self._taps:
             tap.rows = None
-        return TargetOutput(output.logits[0], features)
+        return output.logits[0], features
+
+    def _index(self, ranges: Sequence[range]) -> torch.Tensor:
+        return torch.tensor([row for wanted in ranges for row in wanted], device=self.device)
 
     def _module_of(self, layer: int) -> nn.Module:
         if not 0 <= layer < self.num_layers:
             raise ConfigError(f"feature layer {layer}; expected 0..{self.num_layers - 1}")
-        decoder = self.model.get_decoder()
-        layers: Any = decoder.layers
-        module = decoder.norm if layer == self.num_layers - 1 else layers[layer]
+        decoder: Any = self.model.get_decoder()
+        final_norm = decoder.embedding_norm if self.config.model_type == "lfm2" else decoder.norm
+        module = final_norm if layer == self.num_layers - 1 else decoder.layers[layer]
         assert isinstance(module, nn.Module)
         return module
+
+
+def _check_device(device: str) -> None:
+    """Allocate a number there: the one test that all kinds of devices understand."""
+    try:
+        torch.zeros(1, device=device).add_(1).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        first_line = (str(error).splitlines() or [""])[0]
+        raise ConfigError(f"device {device!r} cannot be used ({first_line}); expected cpu, cuda or mps") from error
 
 
 @contextmanager
@@ -210,26 +318,8 @@ def _no_progress_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _refuse_inexact(config: Any) -> None:
-    """Refuse what was not shown to give the same tokens after a crop."""
-    if config.model_type not in FAMILIES:
-        raise UnsupportedModelError(
-            f"model type {config.model_type!r} was not shown to be exact under speculation; "
-            f"expected one of {', '.join(FAMILIES)}"
-        )
-    parameters = getattr(config, "rope_parameters", None) or {}
-    variants = [parameters] if "rope_type" in parameters else [v for v in parameters.values() if isinstance(v, dict)]
-    for variant in variants:
-        if variant.get("rope_type", "default") not in _EXACT_ROPE:
-            raise UnsupportedModelError(
-                f"RoPE type {variant['rope_type']!r} changes old keys as the text grows; expected one of {_EXACT_ROPE}"
-            )
-    if getattr(config, "use_bidirectional_attention", False):
-        raise UnsupportedModelError("bidirectional attention cannot be decoded token by token; use a causal model")
-
-
-def _attention_name(quantize: Quantization | None) -> str:
-    return attention.NAME if quantize is None else attention.ROWWISE_NAME
+def _attention_name(*, is_exact: bool) -> str:
+    return attention.ROWWISE_NAME if is_exact else attention.NAME
 
 
 def fingerprint_of(
@@ -238,17 +328,20 @@ def fingerprint_of(
     *,
     dtype: torch.dtype,
     quantize: Quantization | None = None,
+    exact: bool = False,
     digests_dir: Path | None = None,
 ) -> str:
     """Return a digest of everything that decides the bytes of a KV block: weights, configuration, dtype, layout."""
     digest = hashlib.blake2b(digest_size=16)
-    facts = {
+    facts: dict[str, Any] = {
         "layout": _LAYOUT,
         "dtype": str(dtype),
-        "quantize": quantize,
-        "attention": _attention_name(quantize),
+        "quantize": int8.VERSION if quantize == "int8" else quantize,
+        "attention": _attention_name(is_exact=exact or quantize is not None),
         "config": {k: v for k, v in config.to_dict().items() if k not in ("transformers_version", "_name_or_path")},
     }
+    if exact and quantize is None:
+        facts["exact"] = True  # int8 always is
     digest.update(json.dumps(facts, sort_keys=True, default=str).encode())
     for weights in sorted(folder.glob("*.safetensors")):
         digest.update(_weights_digest(weights, digests_dir).encode())

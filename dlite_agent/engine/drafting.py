@@ -1,0 +1,164 @@
+"""The first half of a step: what is proposed to the target, for several texts at once.
+
+Forced tokens of a grammar come first (they are free), then one proposal of the drafter, then what the grammar forces
+behind it. A drafter is a guest here: it cannot change the output, and whatever it does wrong (an exception, ids that do
+not exist, a proposal that is too long, broken distributions) costs this step's draft and is counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from dlite_agent.drafters.protocol import Drafter, DraftView, Draw, Proposal
+from dlite_agent.engine.constraint import Bitmask, TokenConstraint
+from dlite_agent.engine.sampling import SamplingParams, derived_seed, gumbel_noise
+from dlite_agent.engine.verify import check_distributions
+
+FORCED = "forced"
+UNKNOWN_CONFIDENCE = 0.7
+_DRAFT_TOP_K = 64
+
+
+@dataclass(slots=True)
+class Draft:
+    """Tokens proposed behind one text; `bitmasks[k]` holds after k of them.
+
+    Attributes:
+        tokens: The draft.
+        sources: What drafted each token.
+        confidence: How likely each is to be accepted if those before it are, by its drafter's own account.
+        distributions: What each was sampled from, or None.
+        num_faults: Proposals dropped because the drafter broke its contract.
+    """
+
+    constraint: TokenConstraint | None
+    end_ids: frozenset[int]
+    room: int
+    tokens: list[int] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)
+    confidence: list[float] = field(default_factory=list)
+    distributions: list[torch.Tensor | None] = field(default_factory=list)
+    bitmasks: list[Bitmask | None] = field(default_factory=list)
+    num_faults: int = 0
+    _num_advanced: int = 0
+    _is_closed: bool = False
+
+    @property
+    def room_left(self) -> int:
+        """How many more tokens fit; none behind an end token or a forbidden one."""
+        return 0 if self._is_closed else self.room - len(self.tokens)
+
+    def begin(self) -> None:
+        """Take the first mask and what the grammar forces."""
+        self.bitmasks.append(None if self.constraint is None else self.constraint.bitmask())
+        self.force()
+
+    def force(self) -> None:
+        """Add the tokens that the grammar leaves no choice about."""
+        while self.constraint is not None and self.room_left > 0:
+            forced = self.constraint.forced(self.room_left)
+            if not forced:
+                return
+            self.extend(Proposal(forced, FORCED, [1.0] * len(forced)))
+
+    def extend(self, proposal: Proposal) -> None:
+        """Add a proposal's tokens as far as the grammar allows them.
+
+        Where a draft ends must not depend on the value of a token that was sampled (`verify` says why). So a sampled
+        token that is forbidden stays, as the last one: it cannot be accepted. And the confidence in sampled tokens is
+        that in their distribution.
+        """
+        confidence = proposal.confidence or [UNKNOWN_CONFIDENCE] * len(proposal.tokens)
+        distributions: Sequence[torch.Tensor | None] = proposal.distributions or [None] * len(proposal.tokens)
+        for token, sure, distribution in zip(proposal.tokens, confidence, distributions, strict=True):
+            is_allowed = self.constraint is None or self.constraint.allows(token)
+            if self.room_left < 1 or (not is_allowed and distribution is None):
+                return
+            self.tokens.append(token)
+            self.sources.append(proposal.source)
+            self.confidence.append(sure if distribution is None else float(distribution.max()))
+            self.distributions.append(distribution)
+            self._is_closed = not is_allowed or token in self.end_ids
+            self.bitmasks.append(None if self._is_closed else self._advance(token))
+
+    def _advance(self, token: int) -> Bitmask | None:
+        if self.constraint is None:
+            return None
+        self.constraint.advance(token)
+        self._num_advanced += 1
+        return self.constraint.bitmask()
+
+    def rewind_constraint(self) -> None:
+        """Put the grammar back to where the text ends."""
+        if self.constraint is not None:
+            self.constraint.rollback(self._num_advanced)
+            self._num_advanced = 0
+
+    def cut(self, length: int) -> None:
+        """Keep the first `length` tokens; the grammar must have been put back."""
+        for values in (self.tokens, self.sources, self.confidence, self.distributions):
+            del values[length:]
+        del self.bitmasks[length + 1 :]
+
+
+def propose(
+    drafter: Drafter, views: Sequence[DraftView], *, vocab_size: int
+) -> tuple[list[Proposal], list[str | None]]:
+    """Ask a drafter, and believe nothing: returns sound proposals, and for each view what was wrong with its own."""
+    nothing = Proposal((), drafter.name)
+    try:
+        proposals = list(drafter.propose(views))
+        if len(proposals) != len(views):
+            raise ValueError(f"{len(proposals)} proposals for {len(views)} texts")
+    except Exception as error:  # a drafter is foreign code; the text does not depend on it
+        return [nothing] * len(views), [repr(error)] * len(views)
+    problems = [_problem(p, view, vocab_size) for p, view in zip(proposals, views, strict=True)]
+    sound = [nothing if problem else proposal for proposal, problem in zip(proposals, problems, strict=True)]
+    return sound, problems
+
+
+def _problem(proposal: Proposal, view: DraftView, vocab_size: int) -> str | None:
+    """Say what is wrong with a proposal, or None."""
+    tokens = proposal.tokens
+    if len(tokens) > view.max_tokens:
+        return f"{len(tokens)} tokens; expected at most {view.max_tokens}"
+    if bad := [token for token in tokens if not isinstance(token, int) or not 0 <= token < vocab_size]:
+        return f"token {bad[0]!r}; expected ids 0..{vocab_size - 1}"
+    if proposal.confidence:
+        if len(proposal.confidence) != len(tokens):
+            return f"{len(proposal.confidence)} confidences for {len(tokens)} tokens"
+        if not all(math.isfinite(sure) and 0 <= sure <= 1 for sure in proposal.confidence):
+            return "a confidence that is no probability"
+    if proposal.distributions:
+        try:
+            check_distributions(tokens, proposal.distributions, vocab_size)
+        except ValueError as error:
+            return str(error)
+    return None
+
+
+def draft_draw(params: SamplingParams, *, position: int) -> Draw | None:
+    """Return how a drafter that has logits should choose the tokens from `position` on; None for the likeliest.
+
+    Under exact verification it draws with the target's own noise: the closer its distribution, the more often both draw
+    the same token. Under rejection its noise must be independent, and what it drew from is kept.
+    """
+    if params.is_greedy:
+        return None
+    keeps = params.verification == "rejection"
+    seed = derived_seed(params.seed, "draft") if keeps else params.seed
+
+    def draw(logits: torch.Tensor, k: int) -> tuple[int, torch.Tensor | None]:
+        best, ids = (logits.double() / params.temperature).topk(min(_DRAFT_TOP_K, logits.shape[-1]))
+        log_q = torch.log_softmax(best, dim=-1)
+        choice = int(torch.argmax(log_q + gumbel_noise(ids, seed=seed, position=position + k)))
+        if not keeps:
+            return int(ids[choice]), None
+        q = torch.zeros(logits.shape, dtype=torch.float32, device=logits.device).scatter(0, ids, log_q.exp().float())
+        return int(ids[choice]), q
+
+    return draw

@@ -1,0 +1,131 @@
+"""Callers' iterations on threads of their own, so that each may wait: for the engine, a server, a slow reader.
+
+Callers may be threads or asyncio tasks; a cancelled one stops within one step, and an exception in one caller's code
+never reaches another's.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+from collections.abc import Callable, Generator, Iterator
+from typing import Generic, TypeVar
+
+from dlite_agent.errors import DLiteError
+
+T = TypeVar("T")
+_EXIT_S = 60.0
+
+logger = logging.getLogger(__name__)
+
+
+class Job(Generic[T]):
+    """One caller's iteration, run on a thread of its own so that it may wait for the engine, a server or a queue.
+
+    `deliver` is called there with ("item", value) for each item and then once with ("done", None) or ("failed", error).
+    """
+
+    def __init__(self, items: Callable[[Job[T]], Iterator[T]], deliver: Callable[[str, object], None]) -> None:
+        self._make = items
+        self._deliver = deliver
+        self._cancelled = threading.Event()
+        self._ended = threading.Event()
+        self.thread: threading.Thread | None = None
+
+    @property
+    def is_cancelled(self) -> bool:
+        """True once nobody waits for the result any more."""
+        return self._cancelled.is_set()
+
+    def cancel(self) -> None:
+        """Ask the iteration to stop; it does so within one step."""
+        self._cancelled.set()
+
+    def join(self, timeout: float) -> None:
+        """Wait for the iteration to end, unless it is the caller."""
+        if self.thread is not threading.current_thread():
+            self._ended.wait(timeout)
+
+    def run(self) -> None:
+        """Run the iteration to its end. No error gets out: it is the caller's own."""
+        try:
+            self._iterate()
+        except BaseException as error:
+            self._finish("failed", error)
+        else:
+            self._finish("done", None)
+        finally:
+            self._ended.set()
+
+    def _iterate(self) -> None:
+        if self.is_cancelled:
+            return
+        items = self._make(self)
+        try:
+            while not self.is_cancelled:
+                try:
+                    item = next(items)
+                except StopIteration:
+                    return
+                self._deliver("item", item)
+        finally:
+            if isinstance(items, Generator):
+                items.close()
+
+    def _finish(self, kind: str, value: object) -> None:
+        """Tell the caller; one who cannot be told has gone."""
+        try:
+            self._deliver(kind, value)
+        except BaseException:
+            logger.warning("a caller of the engine failed as it ended (%s)", kind, exc_info=True)
+
+
+class JobRunner:
+    """Runs each job on a daemon thread of its own; at the interpreter's exit they are cancelled and waited for."""
+
+    def __init__(self, name: str = "dlite-caller") -> None:
+        self._name = name
+        self._jobs: set[Job[object]] = set()
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._pid = os.getpid()
+        self._is_registered = False
+
+    def submit(self, job: Job[T]) -> None:
+        """Start a job.
+
+        Raises:
+            DLiteError: If the runner was closed, or made in the process this one was forked from.
+        """
+        if os.getpid() != self._pid:
+            raise DLiteError("the engine does not survive a fork; create the model in the child process, or use spawn")
+        with self._lock:
+            if self._is_closed:
+                raise DLiteError("the engine is closed; create a new ChatDLite")
+            self._jobs.add(job)  # type: ignore[arg-type]
+            if not self._is_registered:
+                self._is_registered = True
+                atexit.register(self.close, timeout=_EXIT_S)  # a thread in torch at exit aborts the process
+        job.thread = threading.Thread(target=self._run, args=(job,), name=self._name, daemon=True)
+        job.thread.start()
+
+    def cancel_all(self) -> None:
+        """Cancel every job; sets flags only, so a signal handler may call it."""
+        for job in tuple(self._jobs):
+            job.cancel()
+
+    def close(self, *, timeout: float = 5.0) -> None:
+        """Cancel all jobs and wait for them to end."""
+        with self._lock:
+            self._is_closed = True
+        self.cancel_all()
+        for job in tuple(self._jobs):
+            job.join(timeout)
+
+    def _run(self, job: Job[T]) -> None:
+        try:
+            job.run()
+        finally:
+            self._jobs.discard(job)

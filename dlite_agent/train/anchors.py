@@ -1,0 +1,163 @@
+"""From answers on disk to batches of anchors: shuffled, with a few shards in memory, and able to go on anywhere.
+
+An anchor is a place j of an answer at which a draft begins: y_j is known, y_{j+1} .. y_{j+K} are to be drafted from the
+hidden states of the row before y_j.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from dlite_agent.engine.sampling import derived_seed
+from dlite_agent.errors import ConfigError
+from dlite_agent.train.shards import Shard, read_manifest, read_shard
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """B anchors.
+
+    Attributes:
+        pivot: `[B, S, d]` fp32.
+        anchors: `[B, 2]`, the predecessor and the anchor.
+        tokens: `[B, K]`, what was written behind the anchor.
+        labels: `[B, K]`, the target's likeliest tokens there.
+        top_ids: `[B, K, 16]`, its likeliest tokens.
+        top_logprobs: `[B, K, 16]`, and their log-probabilities.
+        is_there: `[B, K]`, false behind the answer's end, where the rest holds anything.
+    """
+
+    pivot: torch.Tensor
+    anchors: torch.Tensor
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    top_ids: torch.Tensor
+    top_logprobs: torch.Tensor
+    is_there: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.pivot)
+
+    def to(self, device: torch.device) -> Batch:
+        """Return the batch on a device."""
+        return Batch(*(getattr(self, name).to(device, non_blocking=True) for name in self.__slots__))
+
+
+@dataclass(slots=True)
+class Position:
+    """Where in the stream a run is: epoch, group of shards, batch of the group."""
+
+    epoch: int = 0
+    group: int = 0
+    batch: int = 0
+
+
+class AnchorTable:
+    """All anchors of some shards, to be gathered in any order."""
+
+    def __init__(self, shards: Sequence[Shard]) -> None:
+        """Put shards side by side; costs their size in memory."""
+        self._rows = {name: torch.cat([shard.rows[name] for shard in shards]) for name in shards[0].rows}
+        starts = torch.tensor([0, *(len(shard.rows["tokens"]) for shard in shards)]).cumsum(0)
+        begins = torch.cat([shard.offsets[:-1] + start for shard, start in zip(shards, starts, strict=False)])
+        ends = torch.cat([shard.offsets[1:] + start for shard, start in zip(shards, starts, strict=False)])
+        tails = torch.cat([shard.facts["prompt_tail"] for shard in shards])
+        counts = (ends - begins - 1).clamp(min=0)  # nothing is drafted behind an answer's last token
+        self._counts = counts
+        answer = torch.repeat_interleave(torch.arange(len(begins)), counts)
+        first = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+        self._at = begins[answer] + torch.arange(len(answer)) - first  # row of each anchor
+        self._end = ends[answer]
+        before = self._rows["tokens"].long()[(self._at - 1).clamp(min=0)]
+        self._before = torch.where(self._at == begins[answer], tails[answer], before)
+
+    def __len__(self) -> int:
+        return len(self._at)
+
+    def places(self) -> tuple[list[int], list[int]]:
+        """Return the index of each answer's first anchor, and how many it has."""
+        return (self._counts.cumsum(0) - self._counts).tolist(), self._counts.tolist()
+
+    def gather(self, indices: torch.Tensor, *, num_drafts: int) -> Batch:
+        """Return the anchors at `indices [B]`."""
+        at, end, rows = self._at[indices], self._end[indices].unsqueeze(-1), self._rows
+        behind = at.unsqueeze(-1) + torch.arange(1, num_drafts + 1)
+        is_there = behind < end
+        behind = torch.minimum(behind, end - 1)
+        return Batch(
+            pivot=rows["features"][at].float(),
+            anchors=torch.stack([self._before[indices], rows["tokens"][at].long()], dim=1),
+            tokens=rows["tokens"][behind].long(),
+            labels=rows["labels"][behind].long(),
+            top_ids=rows["top_ids"][behind].long(),
+            top_logprobs=rows["top_logprobs"][behind].float(),
+            is_there=is_there,
+        )
+
+
+class AnchorStream:
+    """Endless batches over a corpus. Each epoch has its own order; within it each anchor comes once.
+
+    The order of shards is random, and so is that of the anchors of each few shards that are in memory together.
+    """
+
+    def __init__(
+        self, paths: Sequence[Path], *, batch_size: int, num_drafts: int, num_resident: int, seed: int
+    ) -> None:
+        if not paths:
+            raise ConfigError("the corpus holds no answers; build it first with `dlite-agent corpus`")
+        self._paths = list(paths)
+        self._batch_size = batch_size
+        self._num_drafts = num_drafts
+        self._num_resident = num_resident
+        self._seed = seed
+
+    def batches(self, position: Position) -> Iterator[Batch]:
+        """Yield batches from a position on; `position` is moved to the batch after the one yielded before it is."""
+        while True:
+            groups = self._groups(position.epoch)
+            while position.group < len(groups):
+                yield from self._group(groups[position.group], position)
+                position.group, position.batch = position.group + 1, 0
+            position.epoch, position.group = position.epoch + 1, 0
+
+    def _groups(self, epoch: int) -> list[list[Path]]:
+        order = torch.randperm(len(self._paths), generator=self._generator(epoch, 0)).tolist()
+        paths = [self._paths[index] for index in order]
+        return [paths[start : start + self._num_resident] for start in range(0, len(paths), self._num_resident)]
+
+    def _group(self, paths: Sequence[Path], position: Position) -> Iterator[Batch]:
+        table = AnchorTable([read_shard(path) for path in paths])
+        order = torch.randperm(len(table), generator=self._generator(position.epoch, position.group + 1))
+        chunks = torch.split(order, self._batch_size)
+        while position.batch < len(chunks):
+            chunk = chunks[position.batch]
+            position.batch += 1
+            yield table.gather(chunk, num_drafts=self._num_drafts)
+
+    def _generator(self, epoch: int, purpose: int) -> torch.Generator:
+        return torch.Generator().manual_seed(derived_seed(self._seed, f"epoch {epoch}", purpose))
+
+
+def num_anchors(folder: Path, *, num_shards: int | None = None) -> int:
+    """Return how many anchors a corpus has, from its manifest."""
+    entries = read_manifest(folder)[:num_shards]
+    return sum(entry["num_tokens"] - entry["num_answers"] for entry in entries)
+
+
+def frequent_tokens(paths: Sequence[Path], *, count: int, vocab_size: int) -> torch.Tensor:
+    """Return the `count` tokens that the target wrote or would have written most often, ascending, int32.
+
+    If there are fewer, tokens with small ids fill up: tokenizers learn frequent words first.
+    """
+    counts = torch.zeros(vocab_size)
+    for path in paths:
+        shard = read_shard(path)
+        for name in ("tokens", "labels"):
+            counts += torch.bincount(shard.rows[name].long(), minlength=vocab_size)
+    preferred = counts - torch.arange(vocab_size) / (vocab_size + 1)  # of equals the smaller id
+    return preferred.topk(count).indices.sort().values.int()

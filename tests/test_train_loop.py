@@ -1,0 +1,320 @@
+"""Training learns, can be interrupted anywhere without a trace, and leaves a drafter that loads and drafts."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dlite_agent.cli import main
+from dlite_agent.config import Settings
+from dlite_agent.drafters import checkpoint
+from dlite_agent.drafters.dlite import DLiteDrafter
+from dlite_agent.drafters.loading import load_drafter
+from dlite_agent.drafters.null import NullDrafter
+from dlite_agent.engine.decode import Request, decode, run_pass
+from dlite_agent.engine.draft_length import FixedLength
+from dlite_agent.engine.sampling import SamplingParams
+from dlite_agent.engine.state import TargetState
+from dlite_agent.engine.target import Target
+from dlite_agent.errors import ConfigError
+from dlite_agent.testing import write_tiny_chat_model
+from dlite_agent.train.anchors import AnchorStream, AnchorTable, Position, frequent_tokens
+from dlite_agent.train.config import TrainConfig
+from dlite_agent.train.corpus import RecordedDecoding
+from dlite_agent.train.evaluate import _Tally, held_out_tau
+from dlite_agent.train.loop import Trainer, learning_rate
+from dlite_agent.train.options import CorpusOptions, Plan, RunOptions
+from dlite_agent.train.setup import prepare
+from dlite_agent.train.shards import Answer, CorpusWriter, read_shard, shard_paths
+
+SETTINGS = (
+    "num_layers=1",
+    "num_heads=2",
+    "num_kv_heads=2",
+    "head_dim=16",
+    "intermediate_size=64",
+    "rank=32",
+    "draft_vocab_size=128",
+    "batch_size=32",
+    "learning_rate=0.005",
+    "num_resident=2",
+)
+NUM_PROMPTS, NUM_TOKENS = 12, 20
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_chat_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def target(model_folder: Path) -> Target:
+    return Target.load(model_folder)
+
+
+def prompt(number: int) -> list[int]:
+    generator = torch.Generator().manual_seed(number)
+    return torch.randint(0, 256, (6,), generator=generator).tolist()
+
+
+def answer(target: Target, number: int, sample: int) -> Answer:
+    state = TargetState(target.new_cache())
+    sampling = SamplingParams(1.0, seed=number) if sample else SamplingParams()
+    request = Request(prompt(number), sampling=sampling, max_new_tokens=NUM_TOKENS)
+    decoding = RecordedDecoding(target, state, NullDrafter(), request)
+    while not decoding.is_done:
+        run_pass(target, [decoding], FixedLength())
+    facts = {"prompt_key": number, "session_id": "s", "turn": 0, "num_prompt": 6, "prompt_tail": prompt(number)[-1]}
+    return decoding.answer(**facts, sample=sample)
+
+
+def write_corpus(target: Target, folder: Path, *, is_held_out: bool) -> Path:
+    facts = {
+        "model": "tiny",
+        "target_fingerprint": target.fingerprint,
+        "hidden_size": target.hidden_size,
+        "vocab_size": target.vocab_size,
+        "num_target_layers": target.num_layers,
+        "feature_layer_ids": list(target.layer_ids),
+        "options": asdict(CorpusOptions(is_held_out=is_held_out)),
+    }
+    writer = CorpusWriter(folder, facts, shard_bytes=30_000)
+    for number in range(NUM_PROMPTS):
+        for sample in (0, 1):
+            writer.add(answer(target, number, sample))
+    writer.close()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def corpus(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpus(target, tmp_path_factory.mktemp("corpus"), is_held_out=False)
+
+
+@pytest.fixture(scope="module")
+def same_held_out(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same answers once more, as a held-out corpus: what overfitting must reach."""
+    return write_corpus(target, tmp_path_factory.mktemp("held"), is_held_out=True)
+
+
+def trainer(model_folder: Path, corpus: Path, out: Path, *settings: str, **options: Any) -> Trainer:
+    run = RunOptions(str(model_folder), corpus, out, settings=(*SETTINGS, *settings), **{"epochs": 2.0, **options})
+    return prepare(run, Settings(threads=1))
+
+
+def weights(out: Trainer) -> list[torch.Tensor]:
+    return [tensor.clone() for tensor in out.model.state_dict().values()]
+
+
+def log_of(out: Path) -> list[dict[str, str]]:
+    with (out / "log.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def silent(line: str) -> None:
+    """Say nothing."""
+
+
+def test_a_batch_holds_what_the_answers_hold(corpus: Path) -> None:
+    shard = read_shard(shard_paths(corpus)[0])
+    table = AnchorTable([shard, shard])
+    starts, counts = table.places()
+    assert len(table) == sum(counts) == 2 * sum(len(shard.answer(i).tokens) - 1 for i in range(len(shard)))
+    for index in (1, len(shard) + 1):
+        expected = shard.answer(1)
+        for place in (0, 1, NUM_TOKENS - 3):
+            batch = table.gather(torch.tensor([starts[index] + place]), num_drafts=4)
+            before = expected.tokens[place - 1] if place else expected.prompt_tail
+            assert batch.anchors.tolist() == [[int(before), int(expected.tokens[place])]]
+            assert torch.equal(batch.pivot[0], expected.features[place].float())
+            there = min(4, NUM_TOKENS - 1 - place)
+            assert batch.is_there.tolist() == [[k < there for k in range(4)]]
+            behind = slice(place + 1, place + 1 + there)
+            assert batch.tokens[0, :there].tolist() == expected.tokens[behind].tolist()
+            assert batch.labels[0, :there].tolist() == expected.labels[behind].tolist()
+            assert torch.equal(batch.top_ids[0, :there].int(), expected.top_ids[behind])
+            assert torch.equal(batch.top_logprobs[0, :there], expected.top_logprobs[behind].float())
+
+
+def test_an_epoch_has_every_anchor_once_and_the_next_another_order(corpus: Path) -> None:
+    paths = shard_paths(corpus)
+    assert len(paths) > 3
+    stream = AnchorStream(paths, batch_size=7, num_drafts=3, num_resident=2, seed=0)
+    position = Position()
+    epochs: list[list[float]] = [[], [], []]
+    for batch in stream.batches(position):
+        if position.epoch == 3:
+            break
+        epochs[position.epoch] += batch.pivot.sum(dim=(1, 2)).tolist()
+    tables = [AnchorTable([read_shard(path)]) for path in paths]
+    every = [table.gather(torch.arange(len(table)), num_drafts=3).pivot.sum(dim=(1, 2)) for table in tables]
+    assert all(sorted(epoch) == sorted(torch.cat(every).tolist()) for epoch in epochs)
+    assert epochs[0] != epochs[1]
+
+
+def test_a_stream_goes_on_at_any_position(corpus: Path) -> None:
+    stream = AnchorStream(shard_paths(corpus), batch_size=7, num_drafts=3, num_resident=2, seed=3)
+    position, passed = Position(), []
+    for batch, _ in zip(stream.batches(position), range(90), strict=False):
+        passed.append((replace(position), batch.pivot))
+    assert passed[-1][0].epoch > 0
+    for index in (0, 10, 40, 88):
+        again = next(stream.batches(replace(passed[index][0])))
+        assert torch.equal(again.pivot, passed[index + 1][1])
+
+
+def test_the_draft_vocabulary_is_the_most_frequent_tokens_in_ascending_order(corpus: Path) -> None:
+    counts = torch.zeros(258)
+    for path in shard_paths(corpus):
+        for name in ("tokens", "labels"):
+            counts += torch.bincount(read_shard(path).rows[name].long(), minlength=258)
+    chosen = frequent_tokens(shard_paths(corpus), count=20, vocab_size=258).tolist()
+    assert chosen == sorted(set(chosen)) and len(chosen) == 20
+    assert counts[chosen].min() >= counts[[t for t in range(258) if t not in chosen]].max()
+    used = int((counts > 0).sum())
+    filled = frequent_tokens(shard_paths(corpus), count=used + 5, vocab_size=258).tolist()
+    assert [t for t in filled if counts[t] == 0] == [t for t in range(258) if counts[t] == 0][:5]
+
+
+def test_training_overfits_what_it_sees_and_the_drafter_it_leaves_drafts_that(
+    model_folder: Path, target: Target, corpus: Path, same_held_out: Path, tmp_path: Path
+) -> None:
+    run = trainer(model_folder, corpus, tmp_path, epochs=80.0, held_out=same_held_out, report_every=100)
+    before = held_out_tau(run.model, run.embedding, shard_paths(same_held_out))
+    run.run(say=silent)
+    after = held_out_tau(run.model, run.embedding, shard_paths(same_held_out))
+    assert before.tau < 1.3
+    assert after.tau > 3.0
+    rows = log_of(tmp_path)
+    assert float(rows[-1]["loss"]) < float(rows[0]["loss"]) / 2
+    assert float(rows[-1]["accuracy_1"]) > 0.5
+    drafter = load_drafter(f"dlite:{tmp_path}", target)
+    assert isinstance(drafter, DLiteDrafter)
+    assert {p.dtype for p in checkpoint.load(tmp_path).parameters()} == {torch.bfloat16}
+    num_tokens = num_passes = 0
+    for number in range(NUM_PROMPTS):
+        request = Request(prompt(number), max_new_tokens=NUM_TOKENS)
+        steps = list(decode(target, TargetState(target.new_cache()), drafter, request))
+        plain = list(decode(target, TargetState(target.new_cache()), NullDrafter(), request))
+        assert [t for s in steps for t in s.tokens] == [t for s in plain for t in s.tokens]
+        num_tokens += sum(len(step.tokens) for step in steps[1:])
+        num_passes += len(steps) - 1
+    # The replay is what decoding does; near-ties of two ways to multiply aside.
+    replayed = held_out_tau(drafter.model, drafter.embedding, shard_paths(same_held_out))
+    assert replayed.tau > 2.5
+    assert num_tokens / num_passes == pytest.approx(replayed.tau, rel=0.02)
+
+
+def test_a_replay_steps_as_decoding_does() -> None:
+    tally = _Tally(3)
+    rows = [[True, False, True], [True, True, True], [False, True, True], [True, True, False], [True, False, False]]
+    tally.walk([*rows, [True, False, False]])  # six places, so six tokens behind the first
+    # place 0: one accepted and a bonus; place 2: none, a bonus; place 3: two and a bonus
+    result = tally.sum_up()
+    assert (result.num_steps, result.tau) == (3, 2.0)
+    assert result.accepted_at == (2 / 3, 1 / 2, 0.0)
+    tally.walk([[True, True, True], [True, True, False]])  # all that is there, no bonus behind the end
+    assert tally.sum_up().tau == 8 / 4
+
+
+def test_a_run_stopped_and_resumed_has_the_weights_of_one_that_was_not(
+    model_folder: Path, corpus: Path, tmp_path: Path
+) -> None:
+    whole = trainer(model_folder, corpus, tmp_path / "whole", report_every=7)
+    whole.run(say=silent)
+    stops = iter([False] * 11 + [True])
+    first = trainer(model_folder, corpus, tmp_path / "parts", report_every=7)
+    first.run(should_stop=lambda: next(stops), say=silent)
+    assert 0 < first.step < whole.step
+    second = trainer(model_folder, corpus, tmp_path / "parts", report_every=7, is_resumed=True)
+    assert second.step == first.step
+    second.run(say=silent)
+    assert second.step == whole.step
+    assert all(torch.equal(a, b) for a, b in zip(weights(whole), weights(second), strict=True))
+    whole_losses, part_losses = (
+        [(row["step"], row["loss"]) for row in log_of(tmp_path / name)] for name in ("whole", "parts")
+    )
+    assert len(whole_losses) > 2
+    assert part_losses == whole_losses
+
+
+def test_a_killed_run_resumes_to_the_same_weights(model_folder: Path, corpus: Path, tmp_path: Path) -> None:
+    whole = trainer(model_folder, corpus, tmp_path / "whole", epochs=20.0)
+    whole.run(say=silent)
+    out = tmp_path / "killed"
+    options = [option for setting in SETTINGS for option in ("--config", setting)]
+    command = [sys.executable, "-m", "dlite_agent.cli", "train", "--target", str(model_folder), "--corpus", str(corpus)]
+    command += ["--out", str(out), "--epochs", "20", "--checkpoint-seconds", "0", *options]
+    environment = {**os.environ, "DLITE_THREADS": "1"}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+    while not (out / "checkpoint.pt").exists() and process.poll() is None:
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    resumed = trainer(model_folder, corpus, out, epochs=20.0, is_resumed=True)
+    assert 0 < resumed.step < whole.step
+    resumed.run(say=silent)
+    assert all(torch.equal(a, b) for a, b in zip(weights(whole), weights(resumed), strict=True))
+
+
+def test_the_command_trains_and_writes_down_what_it_did(
+    model_folder: Path, corpus: Path, same_held_out: Path, tmp_path: Path
+) -> None:
+    options = [option for setting in SETTINGS for option in ("--config", setting)]
+    where = ["--target", str(model_folder), "--corpus", str(corpus), "--held-out", str(same_held_out)]
+    assert main(["train", *where, "--out", str(tmp_path / "out"), "--epochs", "1", *options]) == 0
+    files = {path.name for path in (tmp_path / "out").iterdir()}
+    assert files == {"config.json", "model.safetensors", "training.json", "log.csv", "checkpoint.pt"}
+    facts = json.loads((tmp_path / "out" / "training.json").read_text())
+    assert facts["config"]["batch_size"] == 32
+    assert facts["num_anchors"] == NUM_PROMPTS * 2 * (NUM_TOKENS - 1)
+    assert main(["train", *where, "--out", str(tmp_path / "out"), "--epochs", "1", *options]) == 1  # a run is there
+    swapped = ["--target", str(model_folder), "--corpus", str(corpus), "--held-out", str(corpus)]
+    assert main(["train", *swapped, "--out", str(tmp_path / "other"), "--epochs", "1", *options]) == 1
+
+
+def test_a_run_with_other_options_or_of_another_corpus_is_not_resumed(
+    model_folder: Path, corpus: Path, same_held_out: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        trainer(model_folder, corpus, tmp_path, is_resumed=True)
+    trainer(model_folder, corpus, tmp_path, epochs=0.1).run(say=silent)
+    with pytest.raises(ConfigError, match="trained with config"):
+        trainer(model_folder, corpus, tmp_path, "seed=1", is_resumed=True)
+    (tmp_path / "checkpoint.pt").write_bytes((tmp_path / "checkpoint.pt").read_bytes()[:100])
+    with pytest.raises(ConfigError, match="cannot be read"):
+        trainer(model_folder, corpus, tmp_path, is_resumed=True)
+
+
+@pytest.mark.parametrize("setting", ["ranks=3", "rank", "rank=many", "batch_size=0", "has_confidence=maybe", "clip=0"])
+def test_a_setting_that_cannot_be_is_an_error(setting: str) -> None:
+    with pytest.raises(ConfigError, match=setting.partition("=")[0]):
+        TrainConfig.parse([setting])
+
+
+def test_settings_are_read_by_their_type() -> None:
+    config = TrainConfig.parse(["rank=64", "learning_rate=1e-3", "has_confidence=false"])
+    assert (config.rank, config.learning_rate, config.has_confidence) == (64, 1e-3, False)
+
+
+def test_the_learning_rate_rises_then_falls_over_the_plan() -> None:
+    config = TrainConfig(learning_rate=1.0, warm_up=0.1, final_rate=0.2)
+    rates = [learning_rate(step / 100, config) for step in range(101)]
+    assert rates[:11] == pytest.approx([step / 10 for step in range(11)])
+    assert all(a > b for a, b in pairwise(rates[10:]))
+    assert rates[-1] == pytest.approx(0.2)
+    assert Plan(num_steps=10, minutes=1.0).progress(step=5, seconds=45.0) == 0.75
+    with pytest.raises(ConfigError, match="without an end"):
+        Plan()
