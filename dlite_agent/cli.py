@@ -109,7 +109,7 @@ def _models(arguments: argparse.Namespace, settings: Settings, console: Console)
             state = model.problem or f"installed, {model.num_bytes / 2**30:.1f} GiB"
         table.add_row(name + (" (default)" if name == DEFAULT_MODEL else ""), spec.title, spec.licence, state)
     console.print(table)
-    console.print("any local folder or hub id of a Llama, Qwen2, Qwen3 or Gemma3 chat model works as well")
+    console.print("any local folder or hub id of a chat model of a known family works as well (see the README)")
     return 0
 
 

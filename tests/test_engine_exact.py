@@ -161,9 +161,10 @@ def test_the_kind_of_a_pass_is_known_while_it_runs(exact: Target) -> None:
             exact.forward(text_of(exact, 0, num_rows), exact.new_cache())
         caches = [exact.new_cache() for _ in range(3)]
         exact.forward_many([Segment(text_of(exact, 0, NUM_ROWS), cache) for cache in caches])
+        exact.forward_many([Segment(text_of(exact, 0, 1 + NUM_ROWS * i), cache) for i, cache in enumerate(caches[:2])])
     finally:
         handle.remove()
-    assert seen == [True, True, False, True]
+    assert seen == [True, True, False, True, False]
 
 
 @pytest.mark.parametrize("family", RECURRENT_FAMILIES)

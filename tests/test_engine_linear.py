@@ -276,6 +276,17 @@ def by_neighbour(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return y
 
 
+def test_ways_that_agree_to_the_last_bit_serve_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    def row_by_row(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.stack([(weight.double() @ row.double()).float() for row in x])
+
+    monkeypatch.setattr(module, "METHODS", {"one": row_by_row, "two": row_by_row})
+    fake_times(monkeypatch, {("one", 1, 0): 1.0, ("two", 8, 0): 2.5})
+    table = measure_exact([torch.randn(21, 33)])
+    chosen = [(way.method, way.num_rows) for way in table.ways[:8]]
+    assert chosen == [("one", 1)] * 2 + [("two", 8)] * 6
+
+
 @pytest.mark.parametrize("kernel", [by_place, by_neighbour])
 @pytest.mark.parametrize("num_rows", [2, 4, 64])
 def test_a_kernel_whose_rows_depend_on_places_or_neighbours_is_seen(

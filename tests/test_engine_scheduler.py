@@ -278,6 +278,20 @@ def test_an_error_of_one_text_is_raised_in_its_caller_alone(llama: Target, make:
         assert len(text_of(first.result(PATIENCE))) == 30
 
 
+def test_an_error_as_a_text_is_asked_whether_it_is_cancelled_is_its_own(
+    llama: Target, make: Callable[..., Scheduler]
+) -> None:
+    def fail() -> bool:
+        raise ValueError("whom do you ask")
+
+    scheduler = make(llama)
+    good = scheduler.decode(new_state(llama), NullDrafter(), Request(prompt_of(5), max_new_tokens=30))
+    next(good)
+    with pytest.raises(ValueError, match="whom do you ask"):
+        list(scheduler.decode(new_state(llama), NullDrafter(), Request(prompt_of(5), is_cancelled=fail)))
+    assert len(text_of(list(good))) == 29
+
+
 def test_an_error_of_the_pass_ends_its_texts_and_the_engine_goes_on(
     llama: Target, make: Callable[..., Scheduler], monkeypatch: pytest.MonkeyPatch
 ) -> None:

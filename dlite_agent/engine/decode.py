@@ -164,7 +164,9 @@ class Decoding:
     @property
     def is_done(self) -> bool:
         """True once no further pass is needed or wanted."""
-        return self.error is not None or self._has_ended or self._budget < 1 or self.request.is_cancelled()
+        with _blaming(self):
+            return self.error is not None or self._has_ended or self._budget < 1 or self.request.is_cancelled()
+        return True
 
     @property
     def num_pending(self) -> int:
@@ -193,7 +195,7 @@ class Decoding:
         ids = self.state.ids[start : start + self.num_pending].tolist() + draft.tokens
         return Segment(ids, self.state.cache, len(draft.tokens) + 1, len(draft.tokens) + 1)
 
-    def take(self, draft: Draft, output: TargetOutput, timing: _Timing) -> Step | None:
+    def take(self, draft: Draft, output: TargetOutput, timing: PassTiming) -> Step | None:
         """Make of the computed rows what the target agrees with; None while the prompt goes on."""
         state = self.state
         try:
@@ -215,7 +217,7 @@ class Decoding:
             raise
         return self._keep(draft, output, verdict, timing)
 
-    def _keep(self, draft: Draft, output: TargetOutput, verdict: Verdict, timing: _Timing) -> Step:
+    def _keep(self, draft: Draft, output: TargetOutput, verdict: Verdict, timing: PassTiming) -> Step:
         """Make the accepted tokens text and crop the rows of the others."""
         state = self.state
         # An accepted end token stays the anchor: its row is not kept.
@@ -308,7 +310,9 @@ def _run(target: Target, decoding: Decoding, planner: Planner) -> Iterator[Step]
 
 
 @dataclass(frozen=True, slots=True)
-class _Timing:
+class PassTiming:
+    """When a pass did what, and for how many texts."""
+
     draft_seconds: float
     drafted_at: float
     num_shared: int
@@ -332,7 +336,7 @@ def run_pass(target: Target, decodings: Sequence[Decoding], planner: Planner) ->
     if not able:
         return steps
     outputs = target.forward_many([decodings[i].segment(drafts[i]) for i in able])
-    timing = _Timing(drafted - start, drafted, len(able))
+    timing = PassTiming(drafted - start, drafted, len(able))
     for i, output in zip(able, outputs, strict=True):
         with _blaming(decodings[i]):
             steps[i] = decodings[i].take(drafts[i], output, timing)

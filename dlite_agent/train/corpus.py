@@ -36,7 +36,7 @@ from dlite_agent.train.recordings import Tools, TrainingSession, Turn
 from dlite_agent.train.shards import NUM_TOP, Answer, CorpusWriter
 
 if TYPE_CHECKING:
-    from dlite_agent.engine.decode import _Timing
+    from dlite_agent.engine.decode import PassTiming
     from dlite_agent.engine.drafting import Draft
 
 FORMAT = 1
@@ -88,7 +88,7 @@ class RecordedDecoding(Decoding):
         self._tokens: list[int] = []
         self._rows: list[tuple[torch.Tensor, ...]] = []
 
-    def take(self, draft: Draft, output: TargetOutput, timing: _Timing) -> Step | None:
+    def take(self, draft: Draft, output: TargetOutput, timing: PassTiming) -> Step | None:
         """Do as `Decoding` does; row i of the output is the one that token i of the step was drawn from."""
         step = super().take(draft, output, timing)
         if step is not None:
