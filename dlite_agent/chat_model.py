@@ -41,6 +41,7 @@ _SAMPLING = (
     "frequency_penalty",
     "logit_bias",
 )
+_MAX_PENDING = 8  # chunks that a caller may be behind
 _PER_CALL = (*_SAMPLING, "max_tokens", "max_draft")
 
 Tool = dict[str, Any] | type | Callable[..., Any] | BaseTool
@@ -197,6 +198,7 @@ class ChatDLite(BaseChatModel):
         try:
             while kind == "item":
                 kind, value = events.get()
+                job.taken()
                 if kind != "done":
                     yield _chunk(value)
         finally:
@@ -225,6 +227,7 @@ class ChatDLite(BaseChatModel):
         try:
             while kind == "item":
                 kind, value = await events.get()
+                job.taken()
                 if kind != "done":
                     yield _chunk(value)
         finally:
@@ -244,7 +247,9 @@ class ChatDLite(BaseChatModel):
 
     @staticmethod
     def _submit(runtime: Runtime, call: Call, deliver: Callable[[str, object], None]) -> Job[ChatGenerationChunk]:
-        job: Job[ChatGenerationChunk] = Job(lambda job: stream_reply(runtime, call, job), deliver)
+        job: Job[ChatGenerationChunk] = Job(
+            lambda job: stream_reply(runtime, call, job), deliver, max_pending=_MAX_PENDING
+        )
         runtime.jobs.submit(job)
         return job
 

@@ -17,6 +17,7 @@ from dlite_agent.errors import DLiteError
 
 T = TypeVar("T")
 _EXIT_S = 60.0
+_POLL_S = 0.05
 
 logger = logging.getLogger(__name__)
 
@@ -27,9 +28,24 @@ class Job(Generic[T]):
     `deliver` is called there with ("item", value) for each item and then once with ("done", None) or ("failed", error).
     """
 
-    def __init__(self, items: Callable[[Job[T]], Iterator[T]], deliver: Callable[[str, object], None]) -> None:
+    def __init__(
+        self,
+        items: Callable[[Job[T]], Iterator[T]],
+        deliver: Callable[[str, object], None],
+        *,
+        max_pending: int | None = None,
+    ) -> None:
+        """Prepare a job.
+
+        Args:
+            items: Makes the iteration.
+            deliver: Hands a value to the caller.
+            max_pending: Items that may be delivered and not yet `taken`; then the iteration waits. None for any number.
+        """
         self._make = items
         self._deliver = deliver
+        self._slots = None if max_pending is None else threading.Semaphore(max_pending)
+        self._abort_error: BaseException | None = None
         self._cancelled = threading.Event()
         self._ended = threading.Event()
         self.thread: threading.Thread | None = None
@@ -43,6 +59,16 @@ class Job(Generic[T]):
         """Ask the iteration to stop; it does so within one step."""
         self._cancelled.set()
 
+    def abort(self, error: BaseException) -> None:
+        """Stop the iteration as `cancel` does, but as a failure."""
+        self._abort_error = error
+        self.cancel()
+
+    def taken(self) -> None:
+        """Say that the caller has taken an item."""
+        if self._slots is not None:
+            self._slots.release()
+
     def join(self, timeout: float) -> None:
         """Wait for the iteration to end, unless it is the caller."""
         if self.thread is not threading.current_thread():
@@ -52,6 +78,8 @@ class Job(Generic[T]):
         """Run the iteration to its end. No error gets out: it is the caller's own."""
         try:
             self._iterate()
+            if self._abort_error is not None:
+                raise self._abort_error
         except BaseException as error:
             self._finish("failed", error)
         else:
@@ -69,10 +97,18 @@ class Job(Generic[T]):
                     item = next(items)
                 except StopIteration:
                     return
-                self._deliver("item", item)
+                if self._wait_for_slot():
+                    self._deliver("item", item)
         finally:
             if isinstance(items, Generator):
                 items.close()
+
+    def _wait_for_slot(self) -> bool:
+        """Wait until the caller has room for an item; False if it is gone. `cancel` must not need a lock, so: poll."""
+        while self._slots is not None and not self._slots.acquire(timeout=_POLL_S):
+            if self.is_cancelled:
+                return False
+        return True
 
     def _finish(self, kind: str, value: object) -> None:
         """Tell the caller; one who cannot be told has gone."""
@@ -117,12 +153,14 @@ class JobRunner:
             job.cancel()
 
     def close(self, *, timeout: float = 5.0) -> None:
-        """Cancel all jobs and wait for them to end."""
+        """Stop all jobs, as failures, and wait for them to end."""
         with self._lock:
             self._is_closed = True
-        self.cancel_all()
+        for job in tuple(self._jobs):
+            job.abort(DLiteError("the engine was closed while it served this call"))
         for job in tuple(self._jobs):
             job.join(timeout)
+        atexit.unregister(self.close)
 
     def _run(self, job: Job[T]) -> None:
         try:

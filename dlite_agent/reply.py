@@ -187,7 +187,8 @@ class _Reply:
     def _prompt_ids(self) -> list[int]:
         runtime = self._runtime
         text = runtime.render(self._call.messages, self._call.tools)
-        return runtime.encoder.encode(text, self._live.known_ids.tolist())
+        known = self._live.known_ids.tolist() if self._call.thread_id is not None else []
+        return runtime.encoder.encode(text, known)  # without a session, the messages alone decide the ids
 
     def _constraint(self) -> TokenConstraint | None:
         tools = self._offered_tools()
@@ -216,9 +217,10 @@ class _Reply:
             on_prefill=call.on_prefill or (lambda done, total: None),
         )
         detokenizer = Detokenizer(runtime.encoder)
-        for step in runtime.scheduler.decode(self._live.state, runtime.drafter, request):
-            self._tally.add(step)
-            yield "".join(detokenizer.push(token) for token in step.tokens if token not in runtime.end_ids)
+        with closing(runtime.scheduler.decode(self._live.state, runtime.drafter, request)) as steps:
+            for step in steps:
+                self._tally.add(step)
+                yield "".join(detokenizer.push(token) for token in step.tokens if token not in runtime.end_ids)
         yield detokenizer.flush()
 
     def _finish_reason(self, stops: StopFilter) -> str:

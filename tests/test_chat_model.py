@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
@@ -431,3 +432,59 @@ def test_the_public_names_are_these() -> None:
     names = ["ChatDLite", "DLiteError", "RedisSaver", "SessionStore", "Settings", "__version__", "create_dlite_agent"]
     assert dlite_agent.__all__ == names
     assert all(getattr(dlite_agent, name) for name in names)
+
+
+def test_a_caller_that_stops_reading_stops_the_decoding(folder: str, settings: Settings) -> None:
+    model = ChatDLite(model=folder, settings=settings, max_tokens=3000, drafter="null")
+    generated = 0
+    forward = model.runtime.target.forward_many
+
+    def counting(segments: Any) -> Any:
+        nonlocal generated
+        generated += 1
+        return forward(segments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model.runtime.target, "forward_many", counting)
+        stream = model.stream("hello")
+        next(stream)
+        time.sleep(1.5)
+        held = generated
+        time.sleep(0.5)
+        assert generated == held < 40
+        stream.close()  # type: ignore[attr-defined]
+
+
+def test_closing_the_engine_makes_no_success_of_a_reply_that_is_cut_short(folder: str, settings: Settings) -> None:
+    model = ChatDLite(model=folder, settings=settings, max_tokens=3000, drafter="null")
+    model.warm_up()
+    outcomes: list[Any] = []
+
+    def call() -> None:
+        try:
+            outcomes.append(model.invoke("hello"))
+        except DLiteError as error:
+            outcomes.append(error)
+
+    threads = [threading.Thread(target=call) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.3)
+    close_all()
+    for thread in threads:
+        thread.join()
+    assert len(outcomes) == 4
+    assert all(isinstance(outcome, DLiteError) or stats(outcome)["generated"] == 3000 for outcome in outcomes)
+
+
+def test_without_a_session_the_messages_alone_decide_the_reply(folder: str, settings: Settings) -> None:
+    """The ids a reply was generated with may differ from those of its text; what ran before must not matter."""
+    model = ChatDLite(model=folder, settings=settings, max_tokens=24)
+    first = model.invoke("hello hello hello")
+    messages: list[Any] = [("user", "hello hello hello"), first, ("user", "again")]
+    right_after = model.invoke(messages)
+    model.invoke("something else")
+    later = model.invoke(messages)
+    assert right_after.content == later.content
+    assert right_after.usage_metadata is not None and later.usage_metadata is not None
+    assert right_after.usage_metadata["input_tokens"] == later.usage_metadata["input_tokens"]

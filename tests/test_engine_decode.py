@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,7 +21,7 @@ from dlite_agent.engine.decode import PREFILL_CHUNK, Request, Step, decode, resu
 from dlite_agent.engine.sampling import SamplingParams
 from dlite_agent.engine.state import TargetState
 from dlite_agent.engine.target import Target
-from dlite_agent.errors import ContextLengthError
+from dlite_agent.errors import ConfigError, ContextLengthError
 from dlite_agent.testing import ScriptedDrafter, TargetDrafter, random_dlite, tiny_target
 
 PROMPT = list(range(3, 15))
@@ -84,6 +85,15 @@ FAULTS: dict[str, Fault] = {
     "too many tokens": lambda proposals: [Proposal([5] * 50, "failing")],
     "an id that does not exist": lambda proposals: [Proposal([5, 10**6], "failing")],
     "a negative id": lambda proposals: [Proposal([-1], "failing")],
+    "a bool": lambda proposals: [Proposal([True], "failing")],
+    "nothing in place of a proposal": lambda proposals: [None],  # type: ignore[list-item]
+    "text in place of a proposal": lambda proposals: ["abc"],  # type: ignore[list-item]
+    "no tokens": lambda proposals: [Proposal(None, "failing")],  # type: ignore[arg-type]
+    "a generator": lambda proposals: [Proposal((i for i in range(3)), "failing")],  # type: ignore[arg-type]
+    "an array of confidences": lambda proposals: [Proposal([3, 4], "failing", np.array([0.5, 0.5]))],  # type: ignore[arg-type]
+    "words for confidences": lambda proposals: [Proposal([3], "failing", ["a"])],  # type: ignore[list-item]
+    "a list for a distribution": lambda proposals: [Proposal([3], "failing", [0.5], [[0.5] * 160])],  # type: ignore[list-item]
+    "a list for a source": lambda proposals: [Proposal([3], ["failing"])],  # type: ignore[arg-type]
     "no id at all": lambda proposals: [Proposal([1.5], "failing")],  # type: ignore[list-item]
     "too few proposals": lambda proposals: [],
     "no proposals": lambda proposals: None,  # type: ignore[dict-item,return-value]
@@ -447,3 +457,13 @@ def test_a_sampled_draft_of_the_targets_own_distribution_is_mostly_accepted(llam
     if verification == "exact":
         plain = list(decode(llama, new_state(llama), NullDrafter(), request))
         assert text_of(steps) == text_of(plain)
+
+
+@pytest.mark.parametrize("prompt", [[1, 160], [1, -2, 3]])
+def test_a_prompt_with_ids_that_do_not_exist_is_refused_and_touches_nothing(llama: Target, prompt: list[int]) -> None:
+    state = new_state(llama)
+    list(decode(llama, state, NullDrafter(), Request([1, 2, 3], max_new_tokens=2)))
+    before = state.ids.tolist()
+    with pytest.raises(ConfigError, match=r"token id (160|-2); expected ids 0\.\.159"):
+        list(decode(llama, state, NullDrafter(), Request(prompt)))
+    assert state.ids.tolist() == before

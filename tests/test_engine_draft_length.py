@@ -9,15 +9,19 @@ from operator import mul
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dlite_agent.drafters.hybrid import HybridDrafter
 from dlite_agent.drafters.null import NullDrafter
 from dlite_agent.drafters.protocol import DraftView, Proposal
-from dlite_agent.engine.decode import Request, Step, decode
+from dlite_agent.engine.decode import Request, Step, decode, resume
 from dlite_agent.engine.draft_length import AdaptiveLength, PassCost
 from dlite_agent.engine.drafting import Draft
+from dlite_agent.engine.sampling import SamplingParams
 from dlite_agent.engine.state import TargetState
 from dlite_agent.engine.target import Target
 from dlite_agent.testing import ScriptedDrafter, tiny_target
@@ -167,3 +171,76 @@ def test_a_drafter_that_takes_longer_than_it_saves_is_asked_ever_less_often(llam
     assert len(asked) < 20
     assert gaps[-1] > 100
     assert asked[-1] > 200  # but it is asked again
+
+
+class Peaked:
+    """Samples a first token evenly; what it is decides how sure the drafter is of the next ones."""
+
+    name = "peaked"
+
+    def propose(self, views: Sequence[DraftView]) -> list[Proposal]:
+        return [self.draft(view) for view in views]
+
+    def draft(self, view: DraftView) -> Proposal:
+        assert view.draw is not None
+        tokens, distributions = list[int](), list[torch.Tensor]()
+        for k in range(view.max_tokens):
+            logits = torch.full((160,), -50.0)
+            logits[:4] = 0.0
+            if tokens and tokens[0] == 0:
+                logits[1] = 5.0
+            token, q = view.draw(logits, k)
+            assert q is not None
+            tokens.append(token)
+            distributions.append(q)
+        return Proposal(tokens, self.name, (), distributions)
+
+
+class Sure:
+    """Proposes one token without chance."""
+
+    name = "sure"
+
+    def propose(self, views: Sequence[DraftView]) -> list[Proposal]:
+        return [Proposal([2], self.name, [0.6]) for _ in views]
+
+
+@pytest.mark.parametrize("drafter", [Peaked(), HybridDrafter(Sure(), Peaked())], ids=["alone", "hybrid"])
+def test_what_was_drawn_decides_neither_the_length_nor_the_choice_of_a_sampled_draft(drafter: Any) -> None:
+    """Either would bias rejection sampling: four tokens are equally likely here, and must come equally often."""
+    target = tiny_target()
+    even = torch.full((160,), -50.0)
+    even[:4] = 0.0
+    target.model.lm_head.register_forward_hook(lambda module, inputs, output: even.expand_as(output))
+    counts = [0] * 4
+    cost = PassCost({1: 1.0, 64: 1.6})
+    state = TargetState(target.new_cache())
+    state.begin(np.array(PROMPT, dtype=np.int32))
+    target.forward(PROMPT[:-1], state.cache)
+    for seed in range(1200):
+        state.truncate(len(PROMPT))
+        sampling = SamplingParams(temperature=1.0, seed=seed, verification="rejection")
+        request = Request([], sampling=sampling, max_new_tokens=4, max_draft=3)
+        (step, *_) = resume(
+            target, state, drafter, request, planner=AdaptiveLength(cost)
+        )  # one that has learnt nothing
+        counts[step.tokens[0]] += 1
+    assert sum((count - 300) ** 2 / 300 for count in counts) < 16.3  # chi-square, 3 degrees, p = 0.001
+
+
+def test_a_pause_is_one_of_passes_not_of_texts() -> None:
+    planner = AdaptiveLength(PassCost({1: 1.0, 8: 1.2}))
+    for _ in range(20):  # too slow to pay
+        if planner.limit("slow"):
+            planner.observe([draft_of([0.3])], [Step((1,), ("bonus",), num_proposed=1)], draft_seconds=9.0)
+        else:
+            break
+    else:
+        pytest.fail("it was never given up")
+    assert {planner.limit("slow") for _ in range(50)} == {0}
+
+
+@pytest.mark.parametrize("seconds", [{1: float("nan")}, {1: 1.0, 2: float("inf")}])
+def test_costs_that_are_no_numbers_are_refused(seconds: dict[int, float]) -> None:
+    with pytest.raises(ValueError, match="pass costs"):
+        PassCost(seconds)

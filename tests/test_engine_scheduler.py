@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -203,7 +205,7 @@ def test_closing_an_iteration_stops_its_text_and_frees_its_state(llama: Target, 
     scheduler, state = make(llama), new_state(llama)
     steps = scheduler.decode(state, NullDrafter(), Request(prompt_of(5), max_new_tokens=400))
     given = [*next(steps).tokens, *next(steps).tokens]
-    steps.close()  # type: ignore[attr-defined]
+    steps.close()
     held = state.ids.tolist()
     assert held[: 5 + len(given)] == prompt_of(5) + given
     assert len(held) <= 5 + len(given) + 3  # it may have been a little ahead, no more
@@ -290,6 +292,26 @@ def test_an_error_as_a_text_is_asked_whether_it_is_cancelled_is_its_own(
     with pytest.raises(ValueError, match="whom do you ask"):
         list(scheduler.decode(new_state(llama), NullDrafter(), Request(prompt_of(5), is_cancelled=fail)))
     assert len(text_of(list(good))) == 29
+
+
+def test_a_state_that_is_being_decoded_is_refused(llama: Target, make: Callable[..., Scheduler]) -> None:
+    scheduler, state = make(llama), new_state(llama)
+    first = scheduler.decode(state, NullDrafter(), Request(prompt_of(5), max_new_tokens=30))
+    next(first)
+    with pytest.raises(DLiteError, match="being decoded"):
+        next(scheduler.decode(state, NullDrafter(), Request(prompt_of(5))))
+    assert len(text_of(list(first))) == 29
+
+
+def test_a_closed_engine_lets_go_of_its_target() -> None:
+    target = tiny_target()
+    scheduler = Scheduler(target)
+    list(scheduler.decode(new_state(target), NullDrafter(), Request(prompt_of(5), max_new_tokens=3)))
+    scheduler.close()
+    model = weakref.ref(target.model)
+    del scheduler, target
+    gc.collect()
+    assert model() is None
 
 
 def test_an_error_of_the_pass_ends_its_texts_and_the_engine_goes_on(

@@ -205,7 +205,10 @@ def test_closing_ends_every_job_and_refuses_new_ones() -> None:
     runner.close()
     for caller in callers:
         assert caller.ended.is_set()
-        assert caller.ending == ("done", None)
+        assert caller.ending is not None
+        kind, error = caller.ending
+        assert kind == "failed"  # what is cut short is no success
+        assert isinstance(error, DLiteError)
     check_no_thread_is_left()
     with pytest.raises(DLiteError, match="closed"):
         runner.submit(Caller(counting(1)).job)
@@ -227,7 +230,8 @@ def test_a_job_may_close_the_runner_it_runs_on() -> None:
     caller = Caller(items)
     runner.submit(caller.job)
     assert caller.wait() == [0]
-    assert caller.ending == ("done", None)
+    assert caller.ending is not None
+    assert caller.ending[0] == "failed"
 
 
 def test_a_forked_child_is_told_instead_of_hanging(runner: JobRunner) -> None:
@@ -254,3 +258,27 @@ def test_callers_on_many_threads_get_their_own_items(runner: JobRunner) -> None:
         thread.join(PATIENCE)
     assert not any(thread.is_alive() for thread in threads)
     assert failures == []
+
+
+def test_a_job_waits_for_a_caller_that_is_behind_and_notices_that_it_has_gone(runner: JobRunner) -> None:
+    made, ended = list[int](), threading.Event()
+
+    def items(job: Job[int]) -> Iterator[int]:
+        for number in range(1000):
+            made.append(number)
+            yield number
+
+    def deliver(kind: str, value: object) -> None:
+        if kind != "item":
+            ended.set()
+
+    job = Job(items, deliver, max_pending=3)
+    runner.submit(job)
+    job.join(0.3)
+    assert len(made) == 4  # the fourth is not delivered
+    job.taken()
+    job.join(0.3)
+    assert len(made) == 5
+    job.cancel()
+    assert ended.wait(PATIENCE)
+    assert len(made) == 5

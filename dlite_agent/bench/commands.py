@@ -14,6 +14,7 @@ from rich.table import Table
 
 from dlite_agent.arguments import positive
 from dlite_agent.config import Settings
+from dlite_agent.errors import ConfigError
 
 if TYPE_CHECKING:
     from dlite_agent.bench.contest import Spread
@@ -81,7 +82,7 @@ def _verify(arguments: argparse.Namespace, settings: Settings, console: Console)
     import torch
 
     from dlite_agent.bench.report import json_line
-    from dlite_agent.bench.verify_cost import measure
+    from dlite_agent.bench.verify_cost import ROWS, measure
     from dlite_agent.engine.target import Target
     from dlite_agent.models import progress_bars, resolve
 
@@ -90,6 +91,8 @@ def _verify(arguments: argparse.Namespace, settings: Settings, console: Console)
         folder = resolve(arguments.model, settings=settings, progress=progress)
     quantize: Quantization | None = "int8" if arguments.quantize == "int8" else None
     target = Target.load(folder, quantize=quantize, cache_dir=settings.home / "calibration")
+    if arguments.context > target.max_positions - ROWS[-1]:
+        raise ConfigError(f"--context {arguments.context}; this model has room for {target.max_positions - ROWS[-1]}")
     exact = None  # int8 always is
     if quantize is None:
         exact = Target.load(folder, exact=True, cache_dir=settings.home / "calibration")
@@ -113,10 +116,13 @@ def _engine(arguments: argparse.Namespace, settings: Settings, console: Console)
     import torch
 
     from dlite_agent.bench import engine
+    from dlite_agent.bench.prompts import recorded_sessions
     from dlite_agent.bench.report import json_line
 
+    _check_writable(arguments.json)
     torch.set_num_threads(settings.threads)
     options = _engine_options(arguments)
+    recorded_sessions(options.workloads, subset=options.subset)  # better refused now than after ten minutes
     reports = engine.measure(options, settings=settings, say=_progress())
     headline = engine.headline(reports)
     for model, report in reports.items():
@@ -225,6 +231,8 @@ def _exact(arguments: argparse.Namespace, settings: Settings, console: Console) 
     from dlite_agent.bench.prompts import recorded_sessions
     from dlite_agent.bench.report import json_line
 
+    _check_writable(arguments.json)
+    _check_writable(arguments.out)
     sessions = recorded_sessions(arguments.workloads, subset=arguments.subset, limit=arguments.limit)
     models = arguments.model or list(DEFAULT_MODELS)
     max_tokens = 64 if arguments.max_tokens is None else arguments.max_tokens
@@ -292,6 +300,22 @@ def _exact_reports(
         )
     finally:
         runtimes.close_all()
+
+
+def _check_writable(path: Path | None) -> None:
+    """Refuse a file that could not be written when all is measured.
+
+    Raises:
+        ConfigError: If it cannot be opened for writing.
+    """
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a"):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written ({error.strerror}); choose another file") from error
 
 
 def _finish(line: str, path: Path | None) -> None:

@@ -27,7 +27,13 @@ class HybridDrafter:
 
 
 def expected_accepted(proposal: Proposal) -> float:
-    """Return how many tokens of a proposal its own confidence expects to be accepted."""
+    """Return how many tokens of a proposal its own confidence expects to be accepted.
+
+    Of sampled tokens only the first one's distribution counts: the choice must not depend on what was drawn.
+    """
+    if proposal.distributions:
+        sure = float(proposal.distributions[0].max())
+        return sum(sure ** (k + 1) for k in range(len(proposal.tokens)))
     if not proposal.confidence:
         return float(len(proposal.tokens))
     chances: Iterator[float] = accumulate(proposal.confidence, mul)

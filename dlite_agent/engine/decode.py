@@ -118,9 +118,14 @@ class Decoding:
 
         Raises:
             ContextLengthError: If the prompt leaves no room for a token; nothing was computed.
+            ConfigError: If the prompt holds ids that are not in the vocabulary; nothing was computed.
         """
         room = _room(target, request.prompt_ids)
-        num_reused = state.begin(np.asarray(request.prompt_ids, dtype=np.int32))
+        prompt = np.asarray(request.prompt_ids, dtype=np.int32)
+        if prompt.min() < 0 or prompt.max() >= target.vocab_size:
+            wrong = prompt[(prompt < 0) | (prompt >= target.vocab_size)][0]
+            raise ConfigError(f"the prompt holds token id {wrong}; expected ids 0..{target.vocab_size - 1}")
+        num_reused = state.begin(prompt)
         self._set_up(target, state, drafter, request, num_reused=num_reused, budget=room)
 
     @classmethod
@@ -149,6 +154,7 @@ class Decoding:
     ) -> None:
         self.state = state
         self.drafter = drafter
+        self.drafter_name = str(drafter.name)
         self.request = request
         self.error: BaseException | None = None
         self.vocab_size = target.vocab_size
@@ -173,10 +179,12 @@ class Decoding:
         """Rows of known tokens that the next pass computes."""
         return min(len(self.state.ids) - self.state.num_rows, PREFILL_CHUNK)
 
-    def new_draft(self, limit: int) -> Draft:
-        """Start a draft of at most `limit` tokens; of none while more than the anchor is pending."""
+    def new_draft(self, planner: Planner) -> Draft:
+        """Start a draft as long as it may be; of no token while more than the anchor is pending."""
         is_ready = self._num_reused is None and len(self.state.ids) - self.state.num_rows == 1
-        room = min(limit, self.request.max_draft, self._budget - 1) if is_ready else 0
+        room = min(self.request.max_draft, self._budget - 1) if is_ready else 0
+        if room > 0:
+            room = min(room, planner.limit(self.drafter_name))
         return Draft(self.request.constraint, self.request.end_ids, room)
 
     def view(self, draft: Draft) -> DraftView:
@@ -256,7 +264,7 @@ class Decoding:
     def warn_of_drafter(self, problem: str) -> None:
         """Say once per text that its drafter does not work."""
         level = logging.DEBUG if self._has_warned else logging.WARNING
-        logger.log(level, "drafter %s: %s; decoding goes on without that draft", self.drafter.name, problem)
+        logger.log(level, "drafter %s: %s; decoding goes on without that draft", self.drafter_name, problem)
         self._has_warned = True
 
     def _accept(self, tokens: Sequence[int]) -> None:
@@ -346,7 +354,7 @@ def run_pass(target: Target, decodings: Sequence[Decoding], planner: Planner) ->
 
 def _draft_all(decodings: Sequence[Decoding], planner: Planner) -> list[Draft]:
     """Draft for each text; the texts of one drafter are drafted together."""
-    drafts = [decoding.new_draft(planner.limit(decoding.drafter.name)) for decoding in decodings]
+    drafts = [decoding.new_draft(planner) for decoding in decodings]
     pairs = list(zip(decodings, drafts, strict=True))
     for decoding, draft in pairs:
         with _blaming(decoding):
@@ -377,7 +385,7 @@ def _blaming(decoding: Decoding) -> Iterator[None]:
     """Make an error (of a grammar, a callback) that text's own, so that the others go on."""
     try:
         yield
-    except Exception as error:
+    except BaseException as error:
         decoding.error = decoding.error or error
 
 

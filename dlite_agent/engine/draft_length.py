@@ -9,6 +9,7 @@ left alone, and asked again after a while.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -76,7 +77,7 @@ class PassCost:
     seconds: dict[int, float]
 
     def __post_init__(self) -> None:
-        if not self.seconds or min(self.seconds) != 1 or min(self.seconds.values()) <= 0:
+        if not self.seconds or min(self.seconds) != 1 or not all(0 < s < math.inf for s in self.seconds.values()):
             raise ValueError(f"pass costs {self.seconds}; expected positive seconds from 1 row on")
 
     def __call__(self, num_rows: int) -> float:
@@ -170,29 +171,31 @@ class AdaptiveLength:
     cost: PassCost
     _cells: dict[tuple[str, int], _Acceptance] = field(default_factory=dict)
     _accounts: dict[str, _Account] = field(default_factory=dict)
-    _asked: set[str] = field(default_factory=set)
+    _limits: dict[str, int] = field(default_factory=dict)  # of the coming pass
     _num_passes: int = 0
 
     def limit(self, drafter: str) -> int:
         """Return 0 while the drafter pauses; then it is asked once more."""
         account = self._accounts.setdefault(drafter, _Account())
-        if account.pause and drafter not in self._asked:
-            account.pause -= 1
-            return 0
-        self._asked.add(drafter)
-        return _UNLIMITED
+        if drafter not in self._limits:
+            self._limits[drafter] = 0 if account.pause else _UNLIMITED
+            account.pause = max(0, account.pause - 1)
+        return self._limits[drafter]
 
     def cut(self, drafts: Sequence[Draft], *, num_known: int, draft_seconds: float) -> None:
-        """Keep the tokens whose rows pay; those of one draft always from its start."""
-        chances = sorted(
-            ((p, index) for index, draft in enumerate(drafts) for p in self._chances(draft)), key=lambda c: -c[0]
-        )
+        """Keep the tokens whose rows pay; those of one draft always from its start.
+
+        Drafts for rejection stay whole: what was drawn there must not decide where they end (`verify` says why).
+        """
+        free = [index for index, draft in enumerate(drafts) if all(q is None for q in draft.distributions)]
+        num_known += sum(len(draft.tokens) for index, draft in enumerate(drafts) if index not in free)
+        chances = sorted(((p, index) for index in free for p in self._chances(drafts[index])), key=lambda c: -c[0])
         tokens = accumulate((p for p, _ in chances), initial=float(len(drafts)))
         rates = [expected / (draft_seconds + self.cost(num_known + r)) for r, expected in enumerate(tokens)]
         best = max(range(len(rates)), key=rates.__getitem__)
         chosen = [index for _, index in chances[:best]]
-        for index, draft in enumerate(drafts):
-            draft.cut(chosen.count(index))
+        for index in free:
+            drafts[index].cut(chosen.count(index))
 
     def observe(self, drafts: Sequence[Draft], steps: Sequence[Step | None], *, draft_seconds: float) -> None:
         """Count what was accepted, and let drafters pause that cost more than they bring."""
@@ -205,9 +208,9 @@ class AdaptiveLength:
             num_accepted, num_rows = num_accepted + accepted, num_rows + len(draft.tokens)
             for k in range(min(accepted + 1, len(draft.tokens))):
                 self._cell(draft.sources[k], draft.confidence[k]).add(k < accepted)
-        for drafter in self._asked:
+        for drafter in [name for name, limit in self._limits.items() if limit]:
             self._settle(drafter, draft_seconds, num_accepted / len(drafts), num_rows / len(drafts))
-        self._asked.clear()
+        self._limits.clear()
 
     def _settle(self, drafter: str, seconds: float, accepted: float, rows: float) -> None:
         account = self._accounts[drafter]

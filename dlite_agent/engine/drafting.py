@@ -109,7 +109,7 @@ def propose(
     drafter: Drafter, views: Sequence[DraftView], *, vocab_size: int
 ) -> tuple[list[Proposal], list[str | None]]:
     """Ask a drafter, and believe nothing: returns sound proposals, and for each view what was wrong with its own."""
-    nothing = Proposal((), drafter.name)
+    nothing = Proposal((), "nothing")
     try:
         proposals = list(drafter.propose(views))
         if len(proposals) != len(views):
@@ -122,11 +122,20 @@ def propose(
 
 
 def _problem(proposal: Proposal, view: DraftView, vocab_size: int) -> str | None:
-    """Say what is wrong with a proposal, or None."""
+    """Say what is wrong with a proposal, or None; it may be anything at all."""
+    try:
+        return _fault(proposal, view, vocab_size)
+    except Exception as error:
+        return f"no sound proposal ({error!r})"
+
+
+def _fault(proposal: Proposal, view: DraftView, vocab_size: int) -> str | None:
     tokens = proposal.tokens
+    if not isinstance(proposal.source, str):
+        return f"source {proposal.source!r}; expected a name"
     if len(tokens) > view.max_tokens:
         return f"{len(tokens)} tokens; expected at most {view.max_tokens}"
-    if bad := [token for token in tokens if not isinstance(token, int) or not 0 <= token < vocab_size]:
+    if bad := [token for token in tokens if type(token) is not int or not 0 <= token < vocab_size]:
         return f"token {bad[0]!r}; expected ids 0..{vocab_size - 1}"
     if proposal.confidence:
         if len(proposal.confidence) != len(tokens):

@@ -28,6 +28,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
 _MASK_64 = (1 << 64) - 1
+_LARGEST_BIAS = 1e9
 _NUCLEUS_HEAD = 1024  # top-p looks at so many tokens before it sorts the whole vocabulary
 
 
@@ -90,8 +91,8 @@ class SamplingParams:
         yield "repetition_penalty", 0.0 < self.repetition_penalty < math.inf, "a positive number (1 is off)"
         yield "presence_penalty", math.isfinite(self.presence_penalty), "a finite number (0 is off)"
         yield "frequency_penalty", math.isfinite(self.frequency_penalty), "a finite number (0 is off)"
-        biases_work = all(token >= 0 and math.isfinite(bias) for token, bias in self.logit_bias.items())
-        yield "logit_bias", biases_work, "a finite number by token id (to forbid a token use bad_words)"
+        biases_work = all(token >= 0 and abs(bias) <= _LARGEST_BIAS for token, bias in self.logit_bias.items())
+        yield "logit_bias", biases_work, "numbers of at most 1e9 by token id (to forbid a token use bad_words)"
         words_work = all(word and min(word) >= 0 for word in self.bad_words)
         yield "bad_words", words_work, "sequences of at least one token id"
         yield "min_tokens", self.min_tokens >= 0, "0 or more"

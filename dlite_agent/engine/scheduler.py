@@ -18,7 +18,7 @@ import os
 import queue
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 
 from dlite_agent.drafters.protocol import Drafter
@@ -99,7 +99,7 @@ class Scheduler:
         self._is_closed = False
         self._pid = os.getpid()
 
-    def decode(self, state: TargetState, drafter: Drafter, request: Request) -> Iterator[Step]:
+    def decode(self, state: TargetState, drafter: Drafter, request: Request) -> Generator[Step]:
         """Decode one request together with those of other callers; see `decode.decode`.
 
         The state belongs to the engine until the iteration ends; closing it returns once no pass uses the state.
@@ -109,8 +109,7 @@ class Scheduler:
             EngineBusyError: If too many texts wait already.
             DLiteError: If the scheduler was closed, or made in the process this one was forked from.
         """
-        text = _Text(Decoding(self._target, state, drafter, request))
-        self._admit(text)
+        text = self._admit(state, drafter, request)
         try:
             while (step := text.steps.get()) is not None:
                 self._wake()
@@ -130,6 +129,7 @@ class Scheduler:
             thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout)
+        atexit.unregister(self.close)  # it would keep the weights alive
 
     def _check_open(self) -> None:
         if os.getpid() != self._pid:
@@ -141,15 +141,19 @@ class Scheduler:
             self._thread.start()
             atexit.register(self.close, timeout=_EXIT_S)  # a thread in torch at exit aborts the process
 
-    def _admit(self, text: _Text) -> None:
+    def _admit(self, state: TargetState, drafter: Drafter, request: Request) -> _Text:
         with self._condition:
             self._check_open()
+            if any(text.decoding.state is state for text in [*self._active, *self._waiting]):
+                raise DLiteError("this state is being decoded already; give each text a state of its own")
             if len(self._active) + len(self._waiting) >= self._limits.max_active + self._limits.max_waiting:
                 raise EngineBusyError(
                     f"{len(self._waiting)} texts wait for the engine; try again later, or raise Limits.max_waiting"
                 )
+            text = _Text(Decoding(self._target, state, drafter, request))
             self._waiting.append(text)
             self._condition.notify_all()
+            return text
 
     def _wake(self) -> None:
         with self._condition:
