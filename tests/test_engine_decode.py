@@ -342,21 +342,21 @@ def test_a_prompt_that_leaves_no_room_is_refused_and_touches_nothing(length: int
 
 
 def test_the_drafter_sees_the_text_the_room_and_the_last_rows_features(target: Target) -> None:
-    views: list[tuple[list[int], int, torch.Tensor]] = []
+    watched: list[tuple[list[int], int, torch.Tensor]] = []
     script = script_of(target)
 
     class Watching:
         name = "watching"
 
-        def propose(self, seen: Sequence[DraftView]) -> list[Proposal]:
-            for view in seen:
+        def propose(self, views: Sequence[DraftView]) -> list[Proposal]:
+            for view in views:
                 assert view.pivot is not None
-                views.append((view.ids.tolist(), view.max_tokens, view.pivot.clone()))
-            return script.propose(seen)
+                watched.append((view.ids.tolist(), view.max_tokens, view.pivot.clone()))
+            return script.propose(views)
 
     steps = list(decode(target, new_state(target), Watching(), Request(PROMPT, max_new_tokens=LENGTH, max_draft=4)))
     text, seen = list(PROMPT), 0
-    for step, view in zip(steps, [*views, None], strict=False):
+    for step, view in zip(steps, [*watched, None], strict=False):
         text += step.tokens
         seen += len(step.tokens)
         if view is None:
@@ -366,7 +366,7 @@ def test_the_drafter_sees_the_text_the_room_and_the_last_rows_features(target: T
         assert room == min(4, LENGTH - seen - 1)
         fresh = target.forward(text[:-1], target.new_cache()).features[-1]  # the row before the anchor
         assert (pivot - fresh).abs().max() <= 1e-4
-    assert len(views) > 3
+    assert len(watched) > 3
 
 
 def test_what_is_drafted_behind_an_end_token_is_not_verified(llama: Target) -> None:

@@ -25,7 +25,7 @@ class _PackedLayer(CacheLayerMixin):
     def __init__(self, segments: Sequence[Segment], layer: int) -> None:
         super().__init__()
         self._sizes = [segment.num_rows for segment in segments]
-        self._slabs = [segment.cache.layers[layer] for segment in segments]
+        self._slabs: list[Any] = [segment.cache.layers[layer] for segment in segments]
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
