@@ -351,10 +351,12 @@ class GgufImport:
 
 
 def _tree_bytes(folder: Path) -> int:
+    """Return the bytes of a folder's files; pip moves and removes files and folders while we look."""
     total = 0
-    for path in folder.rglob("*"):
-        with contextlib.suppress(FileNotFoundError):  # pip moves files while we look
-            total += path.stat().st_size
+    for parent, _, names in os.walk(folder):  # passes over folders that are gone
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                total += (Path(parent) / name).stat().st_size
     return total
 
 
