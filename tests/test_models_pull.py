@@ -427,7 +427,7 @@ def test_verify_of_what_is_not_there_says_what_to_do(settings: Settings) -> None
 def test_what_a_download_has_written_is_counted_while_its_folders_come_and_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """pip unpacks into folders that it removes again, maybe just as they are looked at."""
+    """The package installer unpacks into folders that it removes again, maybe just as they are looked at."""
     (tmp_path / "stays").write_bytes(b"12345")
     (tmp_path / "goes").mkdir()
     (tmp_path / "goes" / "inner").write_bytes(b"123")
@@ -435,7 +435,8 @@ def test_what_a_download_has_written_is_counted_while_its_folders_come_and_go(
 
     def vanishing(path: Any = ".") -> Any:
         if Path(path).name == "goes":
-            shutil.rmtree(path)
+            (tmp_path / "goes" / "inner").unlink()
+            (tmp_path / "goes").rmdir()
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", vanishing)
