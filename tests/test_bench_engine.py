@@ -96,22 +96,16 @@ def fails(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
     return capsys.readouterr().err
 
 
+def on(model: Path, workloads: Path, *others: str | Path) -> list[str | Path]:
+    """The arguments that say what to measure, and others."""
+    return ["--model", model, "--workloads", workloads, *others]
+
+
 def test_every_figure_is_there_and_finite(
     capsys: pytest.CaptureFixture[str], model: Path, workloads: Path, tmp_path: Path
 ) -> None:
     where = tmp_path / "out" / "line.json"
-    asked: list[str | Path] = [
-        "--model",
-        model,
-        "--workloads",
-        workloads,
-        "--limit",
-        "2",
-        "--max-tokens",
-        "6",
-        "--json",
-        where,
-    ]
+    asked = on(model, workloads, "--limit", "2", "--max-tokens", "6", "--json", where)
     line = bench(capsys, "engine", "--quick", "--peers", "--repeats", "1", *asked)
     assert line["bench"] == "engine"
     assert line["figures"].keys() == BARS.keys()
@@ -132,18 +126,7 @@ def test_only_what_is_asked_for_is_measured(capsys: pytest.CaptureFixture[str], 
 
 
 def test_without_peers_the_other_figures_come(capsys: pytest.CaptureFixture[str], model: Path, workloads: Path) -> None:
-    asked: list[str | Path] = [
-        "--model",
-        model,
-        "--workloads",
-        workloads,
-        "--limit",
-        "1",
-        "--max-tokens",
-        "4",
-        "--drafter",
-        "lookup",
-    ]
+    asked = on(model, workloads, "--limit", "1", "--max-tokens", "4", "--drafter", "lookup")
     only = ["--only", "int8_over_fp32", "mismatches"]
     line = bench(capsys, "engine", "--quick", "--repeats", "1", *asked, *only)
     assert line["figures"].keys() == {"int8_over_fp32", "mismatches"}
@@ -260,18 +243,7 @@ def test_an_exact_engine_has_no_mismatches_and_a_restart_goes_on(
     capsys: pytest.CaptureFixture[str], model: Path, workloads: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "exact.jsonl"
-    asked: list[str | Path] = [
-        "--model",
-        model,
-        "--workloads",
-        workloads,
-        "--max-tokens",
-        "8",
-        "--drafter",
-        "lookup",
-        "--out",
-        out,
-    ]
+    asked = on(model, workloads, "--max-tokens", "8", "--drafter", "lookup", "--out", out)
     first = bench(capsys, "exact", *asked, "--limit", "1")
     assert first["figures"]["turns"] == 3
     assert first["figures"]["mismatches"] == 0
@@ -313,18 +285,7 @@ def test_the_contest_finds_it_out_too(
     capsys: pytest.CaptureFixture[str], model: Path, workloads: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decoding, "verify", accept_all)
-    asked: list[str | Path] = [
-        "--model",
-        model,
-        "--workloads",
-        workloads,
-        "--limit",
-        "2",
-        "--max-tokens",
-        "24",
-        "--repeats",
-        "1",
-    ]
+    asked = on(model, workloads, "--limit", "2", "--max-tokens", "24", "--repeats", "1")
     line = bench(capsys, "engine", *asked, "--only", "mismatches")
     found = line["details"][str(model)]["mismatches"]
     assert line["figures"]["mismatches"] == len(found)

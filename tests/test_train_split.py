@@ -41,7 +41,7 @@ def test_unreadable_lists_are_an_error(tmp_path: Path, content: str) -> None:
         read_listed_ids(tmp_path)
 
 
-@pytest.mark.skipif(not WORKLOADS.is_dir(), reason="no workloads here")
+@pytest.mark.skipif(not WORKLOADS.is_dir(), reason="the shared workloads are not beside this clone")
 def test_the_workloads_sides_share_no_group_and_leave_out_nothing() -> None:
     train, held_out = training_sessions(WORKLOADS), training_sessions(WORKLOADS, is_held_out=True)
     groups = read_groups(WORKLOADS)
@@ -53,7 +53,7 @@ def test_the_workloads_sides_share_no_group_and_leave_out_nothing() -> None:
     assert len(held_out) < len(train) / 3
 
 
-@pytest.mark.skipif(not WORKLOADS.is_dir(), reason="no workloads here")
+@pytest.mark.skipif(not WORKLOADS.is_dir(), reason="the shared workloads are not beside this clone")
 def test_the_order_is_the_seeds_and_neighbours_share_their_tools() -> None:
     order = [session.id for session in training_sessions(WORKLOADS, seed=1)]
     assert order == [session.id for session in training_sessions(WORKLOADS, seed=1)]

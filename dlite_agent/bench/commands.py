@@ -116,13 +116,11 @@ def _engine(arguments: argparse.Namespace, settings: Settings, console: Console)
     import torch
 
     from dlite_agent.bench import engine
-    from dlite_agent.bench.prompts import recorded_sessions
     from dlite_agent.bench.report import json_line
 
     _check_writable(arguments.json)
     torch.set_num_threads(settings.threads)
     options = _engine_options(arguments)
-    recorded_sessions(options.workloads, subset=options.subset)  # better refused now than after ten minutes
     reports = engine.measure(options, settings=settings, say=_progress())
     headline = engine.headline(reports)
     for model, report in reports.items():

@@ -19,6 +19,7 @@ from dlite_agent.bench.contest import Contender, OurSide, Results, Run, Spread, 
 from dlite_agent.bench.exact import Comparison, Mismatch, first_difference, sampling_modes
 from dlite_agent.bench.prompts import RecordedPrompt, choose, recorded_sessions, session_prompts
 from dlite_agent.config import Settings
+from dlite_agent.demo.replay import RecordedSession
 from dlite_agent.drafters.loading import load_drafter
 from dlite_agent.drafters.lookup import LookupDrafter
 from dlite_agent.drafters.null import NullDrafter
@@ -160,10 +161,12 @@ def measure(
     options: EngineOptions, *, settings: Settings, say: Callable[[str], None] = lambda text: None
 ) -> dict[str, ModelReport]:
     """Measure every model, one after the other; `say` is told what is being done."""
+    sessions = recorded_sessions(options.workloads, subset=options.subset)
     reports = {}
     for model in options.models:
         try:
-            reports[model] = _Bench(_load(model, None, settings), options, settings, say).measure()
+            bench = _Bench(_load(model, None, settings), options, settings, say=say)
+            reports[model] = bench.measure(sessions)
         finally:
             runtimes.close_all()
             gc.collect()
@@ -194,7 +197,7 @@ class _Bench:
     """The figures of one model."""
 
     def __init__(
-        self, runtime: Runtime, options: EngineOptions, settings: Settings, say: Callable[[str], None]
+        self, runtime: Runtime, options: EngineOptions, settings: Settings, *, say: Callable[[str], None]
     ) -> None:
         self._runtime = runtime
         self._options = options
@@ -205,7 +208,7 @@ class _Bench:
     def _say(self, text: str) -> None:
         self._tell(f"{self._runtime.name}: {text}")
 
-    def measure(self) -> ModelReport:
+    def measure(self, sessions: Sequence[RecordedSession]) -> ModelReport:
         target, options, figures = self._runtime.target, self._options, self._report.figures
         num_rounds = 5 * options.num_rounds
         if options.wants("verify4_over_plain1"):
@@ -218,7 +221,6 @@ class _Bench:
         if options.wants("prefill_extra_mb"):
             self._measure_memory()
         if options.wants("concurrent8_over_1", *_FROM_A_CONTEST):
-            sessions = recorded_sessions(options.workloads, subset=options.subset)
             self._measure_decoding([p for session in sessions for p in session_prompts(session, self._runtime)])
         return self._report
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from dlite_agent.bench.contest import Spread
+from dlite_agent.bench.verify_cost import pass_ms
 from dlite_agent.drafters.null import NullDrafter
 from dlite_agent.drafters.protocol import Drafter
 from dlite_agent.engine import attention
@@ -61,7 +62,7 @@ def verify_over_plain(target: Target, *, num_rows: int, num_rounds: int, context
     fill(target, cache, min(context, long_context(target)))
     ratios = []
     for number in range(num_rounds + 1):
-        plain, several = (timed_pass(target, cache, rows).total_ms for rows in (1, num_rows))
+        plain, several = (pass_ms(target, cache, rows) for rows in (1, num_rows))
         if number:  # the first round warms up
             ratios.append(several / plain)
     return Spread.of(ratios)
@@ -81,14 +82,10 @@ def step_by_context(target: Target, *, num_rounds: int) -> Spread:
 
 
 def timed_pass(target: Target, cache: SlabCache, rows: int) -> PassTime:
-    """Time one pass of `rows` new rows; the cache is left as it was."""
-    before = cache.num_rows
+    """Time one pass of `rows` new rows, and the attention in it; the cache is left as it was."""
     with _timed_attention(target) as attention_seconds:
-        start = time.perf_counter()
-        target.forward([100 + i for i in range(rows)], cache, num_logits=rows, num_features=rows)
-        elapsed = time.perf_counter() - start
-    cache.crop_to(before)
-    return PassTime(elapsed * 1e3, sum(attention_seconds) * 1e3)
+        total = pass_ms(target, cache, rows)
+    return PassTime(total, sum(attention_seconds) * 1e3)
 
 
 @contextmanager

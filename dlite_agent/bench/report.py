@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import platform
-import subprocess
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from dlite_agent.provenance import source_commit
 
 
 def json_line(
@@ -40,7 +41,7 @@ def json_line(
     fields: dict[str, Any] = {"bench": bench, "figures": dict(figures), "configuration": configuration, "seed": seed}
     if details is not None:
         fields["details"] = dict(details)
-    return json.dumps({**fields, "machine": machine, "versions": versions, "commit": _commit()})
+    return json.dumps({**fields, "machine": machine, "versions": versions, "commit": source_commit(is_short=True)})
 
 
 def _processor() -> str:
@@ -49,14 +50,3 @@ def _processor() -> str:
     except OSError:
         return platform.processor()
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
-
-
-def _commit() -> str | None:
-    """Return the commit of the checkout this package lies in, or None outside one."""
-    folder = Path(__file__).resolve().parent
-    command = ["git", "-C", str(folder), "rev-parse", "--short", "HEAD"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-    except OSError:
-        return None
-    return done.stdout.strip() or None

@@ -41,7 +41,7 @@ def measure(target: Target, *, context: int, repeats: int, exact: Target | None 
         for name, variant in variants.items():
             _set_stock(layers, name == "stock")
             for rows in ROWS:
-                elapsed = _pass_ms(variant, caches[name], rows)
+                elapsed = pass_ms(variant, caches[name], rows)
                 if repeat:
                     times.setdefault((name, rows), []).append(elapsed)
     _set_stock(layers, False)
@@ -58,7 +58,8 @@ def _cost(rows: int, times: Sequence[float]) -> PassCost:
     return PassCost(rows, median(times), min(times), max(times))
 
 
-def _pass_ms(target: Target, cache: SlabCache, rows: int) -> float:
+def pass_ms(target: Target, cache: SlabCache, rows: int) -> float:
+    """Time one pass of `rows` new rows; the cache is left as it was."""
     before = cache.num_rows
     start = time.perf_counter()
     target.forward([100 + i for i in range(rows)], cache, num_logits=rows, num_features=rows)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from dlite_agent.config import Settings
 from dlite_agent.drafters.dlite import DLiteModel
 from dlite_agent.errors import ConfigError, CorruptModelError
 from dlite_agent.models import REGISTRY, resolve
+from dlite_agent.provenance import source_commit
 from dlite_agent.train.anchors import AnchorStream, frequent_tokens, num_anchors
 from dlite_agent.train.config import TrainConfig
 from dlite_agent.train.loop import CHECKPOINT, Trainer, new_drafter, read_checkpoint
@@ -132,7 +132,7 @@ def _facts(options: RunOptions, corpus: dict[str, Any], num_shards: int) -> dict
         "corpus_options": corpus["options"],
         "num_anchors": num_anchors(options.corpus, num_shards=num_shards),
         "command": shlex.join(["dlite-agent", *sys.argv[1:]]),
-        "commit": _commit(),
+        "commit": source_commit(),
         "torch": str(torch.__version__),
     }
 
@@ -142,13 +142,3 @@ def _target_names(target: str) -> list[str]:
     if target in REGISTRY:
         return [target, REGISTRY[target].hub_id]
     return [Path(target).name if Path(target).is_dir() else target]
-
-
-def _commit() -> str | None:
-    """Return the commit of the checkout this package lies in, or None outside one."""
-    command = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "HEAD"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-    except OSError:
-        return None
-    return done.stdout.strip() or None
