@@ -18,10 +18,11 @@ from dlite_agent.engine.cache import SlabCache
 from dlite_agent.engine.decode import Request, decode
 from dlite_agent.engine.families import RECURRENT_FAMILIES, SLAB_FAMILIES
 from dlite_agent.engine.linear import MAX_ROWS, METHODS, RowTable, SmallRowLinear, Way
+from dlite_agent.engine.packed import Segment
 from dlite_agent.engine.rowwise import RowMode, RowwiseActivation
 from dlite_agent.engine.sampling import SamplingParams
 from dlite_agent.engine.state import TargetState
-from dlite_agent.engine.target import Segment, Target, TargetOutput, fingerprint_of
+from dlite_agent.engine.target import Target, TargetOutput, fingerprint_of
 from dlite_agent.errors import UnsupportedModelError
 from dlite_agent.testing import ScriptedDrafter, tiny_target, write_tiny_chat_model
 

@@ -22,10 +22,11 @@ from dlite_agent.drafters.protocol import Drafter
 from dlite_agent.engine.attention import ROWWISE_MAX_ROWS
 from dlite_agent.engine.decode import PREFILL_CHUNK, Request, Step, decode
 from dlite_agent.engine.draft_length import AdaptiveLength, PassCost
+from dlite_agent.engine.packed import Segment
 from dlite_agent.engine.sampling import SamplingParams
 from dlite_agent.engine.scheduler import Limits, Scheduler
 from dlite_agent.engine.state import TargetState
-from dlite_agent.engine.target import Segment, Target, TargetOutput
+from dlite_agent.engine.target import Target, TargetOutput
 from dlite_agent.errors import ConfigError, ContextLengthError, DLiteError, EngineBusyError
 from dlite_agent.testing import ScriptedDrafter, random_dlite, tiny_target
 

@@ -252,6 +252,12 @@ class SequentialHead(nn.Module):
         return out
 
 
+def draft_places(tokens: torch.Tensor, draft_to_target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the places of tokens in the head's vocabulary, and whether they are there at all."""
+    places = torch.searchsorted(draft_to_target, tokens.int()).clamp(max=len(draft_to_target) - 1)
+    return places, draft_to_target[places] == tokens
+
+
 @dataclass(frozen=True, slots=True)
 class Roll:
     """A draft of n tokens for each of B texts.
@@ -336,7 +342,7 @@ class DLiteModel(nn.Module):
         """Return the places of tokens in the head's vocabulary; of one that it does not have, any place."""
         if self.config.version != AGENT_V1:
             return tokens
-        return torch.searchsorted(self.draft_to_target, tokens.int()).clamp(max=self.config.draft_vocab_size - 1)
+        return draft_places(tokens, self.draft_to_target)[0]
 
     def states(self, anchors: torch.Tensor, tokens: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
         """Return the head's states `[B, n, r]` when `tokens [B, n]` are drafted (the last is not looked at)."""

@@ -10,31 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from transformers import AttentionInterface
+
+if TYPE_CHECKING:
+    from dlite_agent.engine.packed import Segment
 
 NAME = "dlite_causal_tail"
 ROWWISE_NAME = "dlite_causal_tail_rowwise"
 ROWWISE_MAX_ROWS = 32  # more rows than that are a prefill, which plain and speculative decoding share
 
 _GROUPED_MAX_ROWS = 32  # up to here one batched product per KV head beats a kernel that repeats the heads
-
-
-class PackedSegment(Protocol):
-    """The rows of one session in a packed pass."""
-
-    @property
-    def num_rows(self) -> int:
-        """New rows in this pass."""
-        ...
-
-    @property
-    def cache(self) -> Any:
-        """The session's cache; the new rows are in it already."""
-        ...
 
 
 @lru_cache(maxsize=4)
@@ -57,7 +46,7 @@ def causal_tail_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
-    segments: Sequence[PackedSegment] | None = None,
+    segments: Sequence[Segment] | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend from the last rows of the cache; returns `[batch, n, heads, head_dim]` and no weights.
@@ -110,7 +99,7 @@ def rowwise_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
-    segments: Sequence[PackedSegment] | None = None,
+    segments: Sequence[Segment] | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Do as `causal_tail_attention`, a few rows one by one: each gets the very bits that it would get alone.
@@ -140,7 +129,7 @@ def _each_alone(
     attend: Callable[..., tuple[torch.Tensor, None]],
     module: nn.Module,
     query: torch.Tensor,  # [1, heads, rows of all segments, head_dim]
-    segments: Sequence[PackedSegment],
+    segments: Sequence[Segment],
     **kwargs: Any,
 ) -> torch.Tensor:
     """Attend with each session's rows to that session's cache; returns `[1, rows of all segments, heads, head_dim]`."""

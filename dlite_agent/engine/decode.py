@@ -28,10 +28,11 @@ from dlite_agent.engine.attention import ROWWISE_MAX_ROWS
 from dlite_agent.engine.constraint import TokenConstraint
 from dlite_agent.engine.draft_length import FixedLength, Planner
 from dlite_agent.engine.drafting import Draft, draft_draw, propose
+from dlite_agent.engine.packed import Segment
 from dlite_agent.engine.processors import Sampler
 from dlite_agent.engine.sampling import SamplingParams
 from dlite_agent.engine.state import TargetState
-from dlite_agent.engine.target import Segment, Target, TargetOutput
+from dlite_agent.engine.target import Target, TargetOutput
 from dlite_agent.engine.verify import TokenLogprobs, Verdict, verify
 from dlite_agent.errors import ConfigError, ContextLengthError
 
@@ -178,6 +179,11 @@ class Decoding:
     def num_pending(self) -> int:
         """Rows of known tokens that the next pass computes."""
         return min(len(self.state.ids) - self.state.num_rows, PREFILL_CHUNK)
+
+    @property
+    def needs_own_pass(self) -> bool:
+        """True for a prefill chunk: so many rows do not share a pass (`run_pass`)."""
+        return self.num_pending > ROWWISE_MAX_ROWS
 
     def new_draft(self, planner: Planner) -> Draft:
         """Start a draft as long as it may be; of no token while more than the anchor is pending."""
@@ -329,8 +335,7 @@ class PassTiming:
 def run_pass(target: Target, decodings: Sequence[Decoding], planner: Planner) -> list[Step | None]:
     """Draft for all, run the target once over all drafts, keep what it agrees with.
 
-    What goes wrong with one text becomes its `error`; the others go on. Packed texts must have at most
-    `ROWWISE_MAX_ROWS` pending rows each; one with more (a prefill chunk) gets a pass of its own.
+    What goes wrong with one text becomes its `error`; the others go on. A text that `needs_own_pass` must be alone.
 
     Returns:
         A step for each, or None where there is none.

@@ -18,7 +18,7 @@ from operator import mul
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from dlite_agent.engine.linear import table_path
+from dlite_agent.engine.linear import table_path, write_calibration
 
 if TYPE_CHECKING:
     from dlite_agent.engine.decode import Step
@@ -99,10 +99,7 @@ class PassCost:
                 pass  # not there, or damaged: measured again
         cost = cls.measure(target)
         if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            partial = path.with_suffix(f".{time.monotonic_ns()}.partial")
-            partial.write_text(json.dumps(cost.seconds))
-            partial.replace(path)
+            write_calibration(path, json.dumps(cost.seconds))
         return cost
 
     @classmethod

@@ -327,16 +327,21 @@ def _load(path: Path) -> dict[tuple[int, int], RowTable]:
         return {}
 
 
-def _store(path: Path, tables: dict[tuple[int, int], RowTable]) -> None:
+def write_calibration(path: Path, text: str) -> None:
+    """Write a file whole or not at all, whoever else writes it at the same time; its folder is made if need be."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{time.monotonic_ns()}.partial")
+    partial.write_text(text)
+    partial.replace(path)
+
+
+def _store(path: Path, tables: dict[tuple[int, int], RowTable]) -> None:
     entries = []
     for table in tables.values():
         distinct = list(dict.fromkeys(table.ways))
         by_rows = [distinct.index(way) for way in table.ways]
         entries.append({"shape": table.shape, "ways": [asdict(way) for way in distinct], "by_rows": by_rows})
-    partial = path.with_suffix(f".{time.monotonic_ns()}.partial")
-    partial.write_text(json.dumps(entries, indent=1))
-    partial.replace(path)
+    write_calibration(path, json.dumps(entries, indent=1))
 
 
 def table_path(folder: Path, dtype: torch.dtype, *, exact: bool = False) -> Path:

@@ -7,13 +7,35 @@ alone (`attention`). Nothing is padded, so positions and cache lengths may be as
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-if TYPE_CHECKING:
-    from dlite_agent.engine.target import Segment
+from dlite_agent.engine.cache import SlabCache
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One session's share of a pass: new tokens behind the rows of its cache.
+
+    Attributes:
+        ids: New tokens, at least one.
+        cache: The session's cache; written in place.
+        num_logits: Logits wanted, of the last rows.
+        num_features: Features wanted, of the last rows.
+    """
+
+    ids: Sequence[int]
+    cache: SlabCache
+    num_logits: int = 1
+    num_features: int = 1
+
+    @property
+    def num_rows(self) -> int:
+        """New rows."""
+        return len(self.ids)
 
 
 class _PackedLayer(CacheLayerMixin):
@@ -50,10 +72,6 @@ class _PackedLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         """Return -1: there is no maximum."""
         return -1
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Refuse: the sessions' caches are cropped one by one."""
-        raise NotImplementedError
 
 
 class PackedCache(Cache):

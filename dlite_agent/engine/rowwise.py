@@ -9,19 +9,17 @@ know what kind of pass is under way; `RowMode` tells them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from dlite_agent.engine.attention import ROWWISE_MAX_ROWS
 
+if TYPE_CHECKING:
+    from dlite_agent.engine.packed import Segment
+
 _ACTIVATION_NAMES = ("act_fn", "activation_fn")
-
-
-class _HasRows(Protocol):
-    @property
-    def num_rows(self) -> int: ...
 
 
 class RowMode:
@@ -39,7 +37,7 @@ class RowMode:
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
 
     def _begin(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        segments: Sequence[_HasRows] | None = kwargs.get("segments")
+        segments: Sequence[Segment] | None = kwargs.get("segments")
         sizes = [segment.num_rows for segment in segments] if segments else [kwargs["input_ids"].shape[1]]
         self.is_rowwise = max(sizes) <= ROWWISE_MAX_ROWS
 

@@ -22,7 +22,6 @@ from collections.abc import Generator
 from dataclasses import dataclass
 
 from dlite_agent.drafters.protocol import Drafter
-from dlite_agent.engine.attention import ROWWISE_MAX_ROWS
 from dlite_agent.engine.decode import Decoding, Request, Step, run_pass
 from dlite_agent.engine.draft_length import FixedLength, Planner
 from dlite_agent.engine.state import TargetState
@@ -61,11 +60,12 @@ class _Text:
 
     @property
     def is_ready(self) -> bool:
-        """True if a pass may be run for it, or there is nothing more to run."""
-        return self.is_withdrawn or self.decoding.is_done or self.steps.qsize() < _LOOKAHEAD
+        """True if a pass may be run for it: it is not over, and its caller is not too far behind."""
+        return not self.is_over and self.steps.qsize() < _LOOKAHEAD
 
     @property
     def is_over(self) -> bool:
+        """True if no pass will be run for it any more."""
         return self.is_withdrawn or self.decoding.is_done
 
 
@@ -180,16 +180,19 @@ class Scheduler:
             return not self._is_closed
 
     def _take_in(self) -> bool:
-        """Fill the places that are free; returns whether there is anything to do."""
+        """Dismiss the texts that are over, and fill the free places; returns whether there is a pass to run."""
+        for texts in (self._active, self._waiting):
+            for text in [text for text in texts if text.is_over]:
+                texts.remove(text)
+                self._dismiss(text)
         while self._waiting and len(self._active) < self._limits.max_active:
             self._active.append(self._waiting.popleft())
-        return any(text.is_ready for text in self._active) or any(text.is_over for text in self._waiting)
+        return any(text.is_ready for text in self._active)
 
     def _run_once(self) -> None:
-        """Dismiss the texts that are over, then run one prefill chunk and one packed pass."""
-        self._dismiss_over()
+        """Run one prefill chunk, and one packed pass over all other texts."""
         ready = [text for text in self._active if text.is_ready]
-        long = [text for text in ready if text.decoding.num_pending > ROWWISE_MAX_ROWS]
+        long = [text for text in ready if text.decoding.needs_own_pass]
         if long:
             self._pass([long[0]])
             self._active.remove(long[0])  # the next chunk is somebody else's
@@ -197,14 +200,6 @@ class Scheduler:
         short = [text for text in ready if text not in long]
         if short:
             self._pass(short)
-        self._dismiss_over()
-
-    def _dismiss_over(self) -> None:
-        with self._condition:
-            for texts in (self._active, self._waiting):
-                for text in [text for text in texts if text.is_over]:
-                    texts.remove(text)
-                    self._dismiss(text)
 
     @staticmethod
     def _dismiss(text: _Text) -> None:

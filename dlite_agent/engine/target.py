@@ -24,7 +24,7 @@ from dlite_agent.engine import attention, int8
 from dlite_agent.engine.cache import SlabCache
 from dlite_agent.engine.families import refuse_inexact
 from dlite_agent.engine.linear import RowTable, calibrate
-from dlite_agent.engine.packed import PackedCache
+from dlite_agent.engine.packed import PackedCache, Segment
 from dlite_agent.engine.recurrent import RECURRENT_LAYER_TYPES, RecurrentCache
 from dlite_agent.engine.rowwise import RowMode, separate_rows
 from dlite_agent.errors import ConfigError, CorruptModelError
@@ -48,28 +48,6 @@ class TargetOutput:
 
     logits: torch.Tensor
     features: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """One session's share of a pass: new tokens behind the rows of its cache.
-
-    Attributes:
-        ids: New tokens, at least one.
-        cache: The session's cache; written in place.
-        num_logits: Logits wanted, of the last rows.
-        num_features: Features wanted, of the last rows.
-    """
-
-    ids: Sequence[int]
-    cache: SlabCache
-    num_logits: int = 1
-    num_features: int = 1
-
-    @property
-    def num_rows(self) -> int:
-        """New rows."""
-        return len(self.ids)
 
 
 class _Tap:

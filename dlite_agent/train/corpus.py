@@ -24,7 +24,6 @@ from langchain_core.messages import AIMessage, AnyMessage
 from dlite_agent.drafters.lookup import LookupDrafter
 from dlite_agent.drafters.null import NullDrafter
 from dlite_agent.drafters.protocol import Drafter
-from dlite_agent.engine.attention import ROWWISE_MAX_ROWS
 from dlite_agent.engine.decode import Decoding, Request, Step, run_pass
 from dlite_agent.engine.draft_length import FixedLength, Planner
 from dlite_agent.engine.sampling import SamplingParams, derived_seed
@@ -184,8 +183,8 @@ class CorpusBuilder:
         """Run one prefill chunk, and one pass over all that decode; as the scheduler does."""
         start = time.monotonic()
         decodings = [work.pending for work in active if work.pending is not None]
-        long = [decoding for decoding in decodings if decoding.num_pending > ROWWISE_MAX_ROWS]
-        short = [decoding for decoding in decodings if decoding.num_pending <= ROWWISE_MAX_ROWS]
+        long = [decoding for decoding in decodings if decoding.needs_own_pass]
+        short = [decoding for decoding in decodings if not decoding.needs_own_pass]
         for batch in (long[:1], short):
             if batch:
                 steps = run_pass(self.author.target, batch, self.planner)
@@ -260,9 +259,7 @@ class CorpusBuilder:
 def _is_prefilling(session: TrainingSession, active: Sequence[_Work]) -> bool:
     """Tell whether a session that begins like this one has not computed its rows yet; they are worth waiting for."""
     return any(
-        work.session.prefix_key == session.prefix_key
-        and work.pending is not None
-        and work.pending.num_pending > ROWWISE_MAX_ROWS
+        work.session.prefix_key == session.prefix_key and work.pending is not None and work.pending.needs_own_pass
         for work in active
     )
 

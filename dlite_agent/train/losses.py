@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+from dlite_agent.drafters.dlite import draft_places
 from dlite_agent.train.anchors import Batch
 from dlite_agent.train.config import TrainConfig
 
@@ -45,12 +46,6 @@ def position_weights(batch: Batch, config: TrainConfig) -> torch.Tensor:
         strayed = (batch.tokens != batch.labels).cumsum(dim=1) - (batch.tokens != batch.labels).long() > 0
         weights = torch.where(strayed, weights * config.off_path_weight, weights)
     return weights
-
-
-def draft_places(tokens: torch.Tensor, draft_to_target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the places of tokens in the head's vocabulary, and whether they are there at all."""
-    places = torch.searchsorted(draft_to_target, tokens.int()).clamp(max=len(draft_to_target) - 1)
-    return places, draft_to_target[places] == tokens
 
 
 def total_variation(logits: torch.Tensor, batch: Batch, draft_to_target: torch.Tensor) -> torch.Tensor:

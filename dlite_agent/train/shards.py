@@ -288,9 +288,7 @@ class CorpusWriter:
             )
 
     def _rewrite_manifest(self) -> None:
-        partial = self._folder / f"{_MANIFEST}.partial"
-        partial.write_text("".join(json.dumps(entry) + "\n" for entry in self._entries))
-        partial.replace(self._folder / _MANIFEST)
+        _write(self._folder / _MANIFEST, "".join(json.dumps(entry) + "\n" for entry in self._entries))
 
     def _append(self, entry: dict[str, Any]) -> None:
         with (self._folder / _MANIFEST).open("a") as file:
@@ -326,6 +324,11 @@ def _read_tokens(path: Path) -> list[tuple[int, int, list[int]]]:
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
-    partial = path.with_suffix(".json.partial")
-    partial.write_text(json.dumps(content, indent=1) + "\n")
+    _write(path, json.dumps(content, indent=1) + "\n")
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file whole or not at all; the folder is locked, so nobody else does."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(text)
     partial.replace(path)
