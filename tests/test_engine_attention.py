@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from dlite_agent.engine.attention import ROWWISE_MAX_ROWS, causal_tail_attention, rowwise_attention
 from dlite_agent.engine.cache import SlabCache
+from dlite_agent.engine.packed import Segment
 
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 16
 Attention = Callable[..., tuple[torch.Tensor, None]]
@@ -86,14 +86,6 @@ def test_rowwise_attention_gives_each_row_the_bits_it_gets_alone(window: int | N
         assert torch.equal(together[:, [row]], alone)
 
 
-@dataclass
-class Rows:
-    """What a packed pass says of one session."""
-
-    num_rows: int
-    cache: SlabCache
-
-
 @pytest.mark.parametrize("attention", [causal_tail_attention, rowwise_attention])
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
 @pytest.mark.parametrize("sizes", [(1,), (1, 1, 1), (2, 40, 1, 7)], ids=str)
@@ -107,7 +99,7 @@ def test_packed_sessions_attend_to_their_own_caches_alone(
         cache = SlabCache(num_layers)
         for index in range(num_layers):
             cache.update(key + 100.0 * (index != layer), value, index)
-        segments.append(Rows(num_rows, cache))
+        segments.append(Segment([0] * num_rows, cache))
         queries.append(query)
         alone.append(attention(nn.Module(), query, key, value, None, scaling=0.3, sliding_window=window)[0])
     module = nn.Module()

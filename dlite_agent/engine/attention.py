@@ -134,8 +134,9 @@ def _each_alone(
 ) -> torch.Tensor:
     """Attend with each session's rows to that session's cache; returns `[1, rows of all segments, heads, head_dim]`."""
     outs = []
+    layer: Any = module.layer_idx  # set by transformers
     for queries, segment in zip(torch.split(query, [s.num_rows for s in segments], dim=2), segments, strict=True):
-        slab = segment.cache.layers[module.layer_idx]
+        slab: Any = segment.cache.layers[layer]
         keys, values = slab.keys[:, :, : slab.num_rows], slab.values[:, :, : slab.num_rows]
         outs.append(attend(module, queries, keys, values, None, **kwargs)[0])
     return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
