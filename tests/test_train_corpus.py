@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from dlite_agent.config import Settings
 from dlite_agent.drafters.lookup import LookupDrafter
@@ -23,10 +24,11 @@ from dlite_agent.engine.target import Target
 from dlite_agent.errors import ConfigError
 from dlite_agent.runtime import close_all, shared_runtime
 from dlite_agent.testing import write_tiny_chat_model
+from dlite_agent.train.contexts import NO_PARENT, Context, ContextReader, FeatureLog, write_contexts
 from dlite_agent.train.corpus import Author, CorpusBuilder, Progress, about, prompt_key
 from dlite_agent.train.options import CorpusOptions
 from dlite_agent.train.recordings import training_sessions
-from dlite_agent.train.shards import Answer, CorpusWriter, read_manifest, read_shard, shard_paths
+from dlite_agent.train.shards import Answer, CorpusWriter, context_paths, read_manifest, read_shard, shard_paths
 
 OPTIONS = CorpusOptions(num_samples=2, temperature=1.0, max_tokens=12, max_prompt=300)
 
@@ -76,8 +78,15 @@ def author(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     close_all()
 
 
-def build(author: Author, workloads: Path, out: Path, *, should_stop: Any = never, **changes: Any) -> list[Answer]:
-    options = OPTIONS
+def build(
+    author: Author,
+    workloads: Path,
+    out: Path,
+    *,
+    should_stop: Any = never,
+    options: CorpusOptions = OPTIONS,
+    **changes: Any,
+) -> list[Answer]:
     shard_bytes = changes.pop("shard_bytes", 4000)
     sessions = training_sessions(workloads, is_held_out=changes.pop("is_held_out", False), seed=options.seed)
     writer = CorpusWriter(out, about(author, options, model="tiny"), shard_bytes=shard_bytes)
@@ -133,6 +142,62 @@ def test_labels_and_features_are_those_of_a_fresh_pass(author: Author, workloads
         assert torch.allclose(top, log_p.topk(top.shape[-1]).values, atol=1e-4)
         assert answer.prompt_tail == known[answer.prompt_key][-1]
         assert answer.num_prompt == len(known[answer.prompt_key])
+
+
+@pytest.mark.parametrize("num_passes", [10_000, 60])
+def test_contexts_are_the_rows_of_a_fresh_pass_over_whole_prompts(
+    author: Author, workloads: Path, whole: list[Answer], tmp_path: Path, num_passes: int
+) -> None:
+    options = replace(OPTIONS, keeps_contexts=True)
+    found: list[Answer] = []
+    while keys(found) != keys(whole):  # a run of few passes is stopped again and again
+        found = build(
+            author,
+            workloads,
+            tmp_path,
+            options=options,
+            concurrency=3,
+            should_stop=lambda p: p.num_passes >= num_passes,
+        )
+    reader = ContextReader(context_paths(tmp_path))
+    assert all(answer.prompt_key in reader for answer in whole)
+    known = {key: ids for key, ids in prompts(author, workloads).items() if key in reader}
+    assert len(known) > 10
+    for key, ids in known.items():
+        assert reader.length(key) == len(ids)
+        expected = author.target.forward(ids, author.target.new_cache(), num_features=len(ids)).features
+        for start in (0, 1, len(ids) // 2, len(ids) - 1):
+            rows = reader.rows(key, start)
+            assert rows.dtype == torch.bfloat16
+            assert torch.allclose(rows.float(), expected[start:], rtol=2**-7, atol=1e-3)
+    num_stored = sum(len(load_file(path)["features"]) for path in context_paths(tmp_path))
+    assert num_stored < sum(map(len, known.values())) * (0.5 if num_passes == 10_000 else 1.0)  # shared rows once
+
+
+def test_a_damaged_context_is_a_typed_error(tmp_path: Path) -> None:
+    path = tmp_path / "context-00000.safetensors"
+    write_contexts(path, [Context(7, NO_PARENT, 0, torch.ones(3, 2, 4, dtype=torch.bfloat16))])
+    reader = ContextReader([path])
+    path.write_bytes(path.read_bytes()[:40])
+    with pytest.raises(ConfigError, match="build the corpus again"):
+        reader.rows(7)
+    with pytest.raises(ConfigError, match="build the corpus again"):
+        ContextReader([path])
+
+
+def test_a_feature_log_follows_its_state(tmp_path: Path) -> None:
+    log, rows = FeatureLog(), torch.arange(10.0).view(10, 1, 1)
+    log.write(0, rows[:4])
+    log.write(4, rows[4:6])
+    log.write(3, rows[7:9])
+    assert torch.cat(log.read(0, 5)).flatten().tolist() == [0, 1, 2, 7, 8]
+    assert torch.cat(log.read(2, 4)).flatten().tolist() == [2, 7]
+    other = FeatureLog()
+    other.copy_from(log, 4)
+    log.write(0, rows[9:])
+    assert torch.cat(other.read(0, 4)).flatten().tolist() == [0, 1, 2, 7]
+    with pytest.raises(ValueError, match="1 rows; expected at least 3"):
+        log.write(3, rows)
 
 
 def test_every_prompt_is_answered_once_greedily_and_by_samples(

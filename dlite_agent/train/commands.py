@@ -40,6 +40,9 @@ def _add_corpus(commands: Subparsers[argparse.ArgumentParser]) -> None:
     )
     corpus.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="a new corpus, or one to go on with")
     corpus.add_argument("--held-out", action="store_true", help="answer the held-out sessions instead, for measuring")
+    corpus.add_argument(
+        "--contexts", action="store_true", help="keep the rows of whole prompts too, for drafters with a history"
+    )
     corpus.add_argument("--minutes", type=float, help="stop after so long; run again to go on")
     corpus.add_argument(
         "--samples",
@@ -108,6 +111,7 @@ def _corpus_options(arguments: argparse.Namespace) -> CorpusOptions:
         max_prompt=arguments.max_prompt,
         seed=arguments.seed,
         is_held_out=arguments.held_out,
+        keeps_contexts=arguments.contexts,
     )
 
 

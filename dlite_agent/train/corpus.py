@@ -14,7 +14,7 @@ import hashlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,10 +26,12 @@ from dlite_agent.drafters.null import NullDrafter
 from dlite_agent.drafters.protocol import Drafter
 from dlite_agent.engine.decode import Decoding, Request, Step, run_pass
 from dlite_agent.engine.draft_length import FixedLength, Planner
+from dlite_agent.engine.packed import Segment
 from dlite_agent.engine.sampling import SamplingParams, derived_seed
-from dlite_agent.engine.state import TargetState, common_prefix
+from dlite_agent.engine.state import Ids, TargetState, common_prefix
 from dlite_agent.engine.target import Target, TargetOutput
 from dlite_agent.prompting.encoding import PromptEncoder
+from dlite_agent.train.contexts import NO_PARENT, Context, FeatureLog
 from dlite_agent.train.options import CorpusOptions
 from dlite_agent.train.recordings import Tools, TrainingSession, Turn
 from dlite_agent.train.shards import NUM_TOP, Answer, CorpusWriter
@@ -46,6 +48,7 @@ LICENCE_NOTE = (
 _LONGEST_PASS_S = 60.0  # a process that was stopped for an hour has not used an hour of its budget
 _MIN_SHARED_ROWS = 64
 _MAX_RETIRED = 4
+_MAX_PARENTS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,16 +82,33 @@ class Progress:
 
 
 class RecordedDecoding(Decoding):
-    """Decodes, and keeps what the target computed at the row before each token."""
+    """Decodes, and keeps what the target computed at the row before each token; in `log` what it did at every row."""
 
-    def __init__(self, target: Target, state: TargetState, drafter: Drafter, request: Request) -> None:
+    def __init__(
+        self,
+        target: Target,
+        state: TargetState,
+        drafter: Drafter,
+        request: Request,
+        *,
+        log: FeatureLog | None = None,
+    ) -> None:
         super().__init__(target, state, drafter, request)
+        self._log = log
         self.num_prefilled = len(state.ids) - state.num_rows
         self._tokens: list[int] = []
         self._rows: list[tuple[torch.Tensor, ...]] = []
 
+    def segment(self, draft: Draft) -> Segment:
+        """Ask for the features of all rows if they are to be kept."""
+        segment = super().segment(draft)
+        return segment if self._log is None else replace(segment, num_features=segment.num_rows)
+
     def take(self, draft: Draft, output: TargetOutput, timing: PassTiming) -> Step | None:
-        """Do as `Decoding` does; row i of the output is the one that token i of the step was drawn from."""
+        """Do as `Decoding` does; row i of its output is the one that token i of the step was drawn from."""
+        if self._log is not None:
+            self._log.write(self.state.num_rows - len(output.features), output.features)
+            output = replace(output, features=output.features[-len(output.logits) :])
         step = super().take(draft, output, timing)
         if step is not None:
             count = len(step.tokens)
@@ -118,12 +138,20 @@ def prompt_key(ids: Sequence[int]) -> int:
     return int.from_bytes(digest) >> 1
 
 
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Rows of one text: what the target needs of them, and what it computed there."""
+
+    state: TargetState
+    log: FeatureLog
+
+
 @dataclass(slots=True)
 class _Work:
     """A session on its way: `pending` is the answer being decoded, `decodings` gives the next one."""
 
     session: TrainingSession
-    state: TargetState
+    rows: _Rows
     decodings: Iterator[RecordedDecoding]
     pending: RecordedDecoding | None = None
 
@@ -142,7 +170,8 @@ class CorpusBuilder:
 
     def __post_init__(self) -> None:
         self._claimed: set[int] = set(self.writer.complete)
-        self._retired: deque[TargetState] = deque(maxlen=_MAX_RETIRED)
+        self._retired: deque[_Rows] = deque(maxlen=_MAX_RETIRED)
+        self._written: deque[tuple[int, Ids]] = deque(maxlen=_MAX_PARENTS)
 
     def build(self, sessions: Sequence[TrainingSession], *, should_stop: Callable[[Progress], bool]) -> None:
         """Answer all sessions that are not finished, or as many as there is time for.
@@ -163,9 +192,9 @@ class CorpusBuilder:
         self.writer.flush()
 
     def _begin(self, session: TrainingSession, active: Sequence[_Work]) -> _Work:
-        state = TargetState(self.author.target.new_cache())
-        donors = [*(work.state for work in active), *self._retired] if self.author.target.is_restorable else []
-        return _Work(session, state, self._decodings(session, state, donors))
+        rows = _Rows(TargetState(self.author.target.new_cache()), FeatureLog())
+        donors = [*(work.rows for work in active), *self._retired] if self.author.target.is_restorable else []
+        return _Work(session, rows, self._decodings(session, rows, donors))
 
     def _settle(self, active: list[_Work]) -> None:
         """Give every session its next decoding; drop those that have none."""
@@ -174,7 +203,7 @@ class CorpusBuilder:
                 work.pending = next(work.decodings, None)
                 if work.pending is None:
                     active.remove(work)
-                    self._retired.append(work.state)
+                    self._retired.append(work.rows)
                     self.writer.finish(work.session.id)
                     self.progress.num_sessions += 1
                     break
@@ -192,9 +221,7 @@ class CorpusBuilder:
                 self.progress.num_passes += 1
         self.progress.seconds += min(time.monotonic() - start, _LONGEST_PASS_S)
 
-    def _decodings(
-        self, session: TrainingSession, state: TargetState, donors: Sequence[TargetState]
-    ) -> Iterator[RecordedDecoding]:
+    def _decodings(self, session: TrainingSession, rows: _Rows, donors: Sequence[_Rows]) -> Iterator[RecordedDecoding]:
         """Yield the decodings of a session one after the other, each to be finished before the next is asked for."""
         known: list[int] = []
         longest = min(self.options.max_prompt, self.author.target.max_positions - 1)
@@ -211,27 +238,40 @@ class CorpusBuilder:
                 self.progress.num_known_prompts += 1
                 continue
             self._claimed.add(key)
-            if not state.num_rows:
-                _take_over(state, donors, np.asarray(known, dtype=np.int32))
+            if not rows.state.num_rows:
+                _take_over(rows, donors, np.asarray(known, dtype=np.int32), has_log=self.options.keeps_contexts)
             facts: dict[str, Any] = {"prompt_key": key, "session_id": session.id, "turn": index}
             facts |= {"num_prompt": len(known), "prompt_tail": known[-1]}
-            yield from self._answers(state, known, facts)
+            yield from self._answers(rows, known, facts)
 
-    def _answers(self, state: TargetState, prompt: list[int], facts: dict[str, Any]) -> Iterator[RecordedDecoding]:
+    def _answers(self, rows: _Rows, prompt: list[int], facts: dict[str, Any]) -> Iterator[RecordedDecoding]:
         for sample in range(self.options.num_samples + 1):
             if sample in self.writer.answers.get(facts["prompt_key"], {}):
                 continue
             request = self._request(prompt, facts["prompt_key"], sample)
-            decoding = RecordedDecoding(self.author.target, state, self.drafter, request)
+            log = rows.log if self.options.keeps_contexts else None
+            decoding = RecordedDecoding(self.author.target, rows.state, self.drafter, request, log=log)
             self.progress.num_prefilled += decoding.num_prefilled
             yield decoding
             if decoding.error is not None:
                 raise decoding.error
+            if self.options.keeps_contexts and facts["prompt_key"] not in self.writer.contexts:
+                self.writer.add_context(
+                    self._context(facts["prompt_key"], np.asarray(prompt, dtype=np.int32), rows.log)
+                )
             is_new = self.writer.add(decoding.answer(**facts, sample=sample))
             self.progress.num_answers += is_new
             self.progress.num_duplicates += not is_new
         self.progress.num_prompts += 1
         self.writer.complete_prompt(facts["prompt_key"])
+
+    def _context(self, key: int, prompt: Ids, log: FeatureLog) -> Context:
+        """Return the rows of a prompt behind those of the prompt written lately that it shares most with."""
+        shared = [(common_prefix(ids, prompt), parent) for parent, ids in self._written]
+        num_shared, parent = max(shared, default=(0, NO_PARENT))
+        self._written.append((key, prompt))
+        features = torch.cat(log.read(num_shared, len(prompt)))
+        return Context(key, parent if num_shared else NO_PARENT, num_shared, features)
 
     def _request(self, prompt: Sequence[int], key: int, sample: int) -> Request:
         """The greedy answer is number 0; a sample's seed depends on the prompt, not on who asks."""
@@ -264,15 +304,17 @@ def _is_prefilling(session: TrainingSession, active: Sequence[_Work]) -> bool:
     )
 
 
-def _take_over(state: TargetState, donors: Sequence[TargetState], prompt: np.ndarray[Any, np.dtype[np.int32]]) -> None:
+def _take_over(rows: _Rows, donors: Sequence[_Rows], prompt: Ids, *, has_log: bool) -> None:
     """Copy the rows of another session whose text begins alike; slabs only, since nothing else can be cut."""
-    lengths = [common_prefix(donor.ids[: donor.num_rows], prompt) for donor in donors]
+    lengths = [common_prefix(donor.state.ids[: donor.state.num_rows], prompt) for donor in donors]
     if not lengths or max(lengths) < _MIN_SHARED_ROWS:
         return
     length = max(lengths)
     donor = donors[lengths.index(length)]
-    state.cache.append(donor.cache.rows(0, length))
-    state.append(prompt[:length])
+    rows.state.cache.append(donor.state.cache.rows(0, length))
+    rows.state.append(prompt[:length])
+    if has_log:
+        rows.log.copy_from(donor.log, length)
 
 
 def about(author: Author, options: CorpusOptions, *, model: str) -> dict[str, Any]:

@@ -19,6 +19,7 @@ class CorpusOptions:
         max_prompt: Longest prompt that is answered, in tokens.
         seed: Of the samples and of the order of sessions.
         is_held_out: Whether the held-out sessions are answered, for measuring, or the others.
+        keeps_contexts: Whether the rows of whole prompts are kept, as drafters with a history need them.
     """
 
     num_samples: int = 2
@@ -27,6 +28,7 @@ class CorpusOptions:
     max_prompt: int = 3000
     seed: int = 0
     is_held_out: bool = False
+    keeps_contexts: bool = False
 
     def __post_init__(self) -> None:
         if self.num_samples < 0 or self.temperature <= 0 or self.max_tokens < 1 or self.max_prompt < 1:

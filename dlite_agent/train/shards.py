@@ -5,6 +5,7 @@ A corpus folder holds
     corpus.json                  what it was made of: target, layers, options, seeds, counts
     manifest.jsonl               one line per shard: file, digest, counts, sessions that are done with it
     shard-00000.safetensors ...  about 32 MB each
+    context-00000.safetensors    where whole prompts are kept, the rows of those that the shard's answers continue
 
 A row belongs to one generated token y_i: the features and the opinion of the target row that y_i was drawn from. So a
 draft behind the anchor y_j has the pivot `features[j]`, the labels `labels[j + 1 ..]`, and nothing is stored twice.
@@ -19,7 +20,7 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -30,6 +31,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from dlite_agent.errors import ConfigError
+from dlite_agent.train.contexts import Context, write_contexts
 
 SHARD_BYTES = 32 << 20
 NUM_TOP = 16
@@ -115,8 +117,14 @@ def write_shard(path: Path, answers: Sequence[Answer]) -> str:
     tensors = {name: torch.cat([getattr(answer, name) for answer in answers]).contiguous() for name in _ROWS}
     tensors |= {name: torch.tensor([int(getattr(answer, name)) for answer in answers]) for name in _FACTS}
     tensors["offsets"] = lengths.cumsum(0)
+    metadata = {"sessions": json.dumps([answer.session_id for answer in answers])}
+    return _write_whole(path, lambda partial: save_file(tensors, partial, metadata=metadata))
+
+
+def _write_whole(path: Path, write: Callable[[Path], None]) -> str:
+    """Write a file under another name, make it durable, rename it; returns its SHA-256."""
     partial = path.with_suffix(".partial")
-    save_file(tensors, partial, metadata={"sessions": json.dumps([answer.session_id for answer in answers])})
+    write(partial)
     with partial.open("rb+") as file:
         os.fsync(file.fileno())
         digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -175,6 +183,11 @@ def shard_paths(folder: Path) -> list[Path]:
     return [folder / entry["file"] for entry in read_manifest(folder)]
 
 
+def context_paths(folder: Path) -> list[Path]:
+    """Return the files of contexts that count, in order."""
+    return [folder / entry["context_file"] for entry in read_manifest(folder) if "context_file" in entry]
+
+
 class CorpusWriter:
     """Adds answers to a corpus folder; one process at a time.
 
@@ -182,6 +195,7 @@ class CorpusWriter:
         finished: Sessions that need no more work.
         complete: Keys of the prompts that need no more answers.
         answers: Tokens of the answers there are, by prompt key and sample.
+        contexts: Keys of the prompts whose rows are there.
     """
 
     def __init__(self, folder: Path, about: dict[str, Any], *, shard_bytes: int = SHARD_BYTES) -> None:
@@ -200,6 +214,7 @@ class CorpusWriter:
         self._about = about
         self._shard_bytes = shard_bytes
         self._waiting: list[Answer] = []
+        self._waiting_contexts: list[Context] = []
         self._waiting_finished: list[str] = []
         self._waiting_complete: list[int] = []
         self.answers: dict[int, dict[int, list[int]]] = {}
@@ -210,6 +225,7 @@ class CorpusWriter:
             self._rewrite_manifest()
             self.finished = {name for entry in self._entries for name in entry["finished"]}
             self.complete = {key for entry in self._entries for key in entry["complete"]}
+            self.contexts = {key for entry in self._entries for key in entry.get("contexts", ())}
             for entry in self._entries:
                 for key, sample, tokens in _read_tokens(folder / entry["file"]):
                     self.answers.setdefault(key, {})[sample] = tokens
@@ -228,6 +244,11 @@ class CorpusWriter:
         if sum(waiting.nbytes for waiting in self._waiting) >= self._shard_bytes:
             self.flush()
         return True
+
+    def add_context(self, context: Context) -> None:
+        """Take a prompt's rows, to be written no later than the next answer that is added."""
+        self.contexts.add(context.prompt_key)
+        self._waiting_contexts.append(context)
 
     def complete_prompt(self, prompt_key: int) -> None:
         """Note that all of a prompt's answers were added."""
@@ -253,9 +274,20 @@ class CorpusWriter:
             "sessions": sorted({answer.session_id for answer in self._waiting}),
             "finished": self._waiting_finished,
             "complete": self._waiting_complete,
+            **self._write_contexts(),
         }
         self._append(entry)
-        self._waiting, self._waiting_finished, self._waiting_complete = [], [], []
+        self._waiting, self._waiting_finished, self._waiting_complete, self._waiting_contexts = [], [], [], []
+
+    def _write_contexts(self) -> dict[str, Any]:
+        """Write the rows that wait; returns what the manifest says of them."""
+        contexts = self._waiting_contexts
+        if not contexts:
+            return {}
+        name = f"context-{len(self._entries):05d}.safetensors"
+        digest = _write_whole(self._folder / name, lambda partial: write_contexts(partial, contexts))
+        keys = [context.prompt_key for context in contexts]
+        return {"context_file": name, "context_sha256": digest, "contexts": keys}
 
     def close(self, **counts: Any) -> dict[str, Any]:
         """Write what waits and sum up in corpus.json; returns what stands there."""
