@@ -191,7 +191,7 @@ def test_the_draft_vocabulary_is_the_most_frequent_tokens_in_ascending_order(cor
 def test_training_overfits_what_it_sees_and_the_drafter_it_leaves_drafts_that(
     model_folder: Path, target: Target, corpus: Path, same_held_out: Path, tmp_path: Path
 ) -> None:
-    run = trainer(model_folder, corpus, tmp_path, epochs=80.0, held_out=same_held_out, report_every=100)
+    run = trainer(model_folder, corpus, tmp_path, epochs=160.0, held_out=same_held_out, report_every=100)
     before = held_out_tau(run.model, run.embedding, shard_paths(same_held_out))
     run.run(say=silent)
     after = held_out_tau(run.model, run.embedding, shard_paths(same_held_out))
