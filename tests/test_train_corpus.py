@@ -165,9 +165,10 @@ def test_contexts_are_the_rows_of_a_fresh_pass_over_whole_prompts(
     assert len(known) > 10
     for key, ids in known.items():
         assert reader.length(key) == len(ids)
+        assert reader.ids(key).tolist() == ids
         expected = author.target.forward(ids, author.target.new_cache(), num_features=len(ids)).features
         for start in (0, 1, len(ids) // 2, len(ids) - 1):
-            rows = reader.rows(key, start)
+            rows = reader.features(key, start)
             assert rows.dtype == torch.bfloat16
             assert torch.allclose(rows.float(), expected[start:], rtol=2**-7, atol=1e-3)
     num_stored = sum(len(load_file(path)["features"]) for path in context_paths(tmp_path))
@@ -176,11 +177,13 @@ def test_contexts_are_the_rows_of_a_fresh_pass_over_whole_prompts(
 
 def test_a_damaged_context_is_a_typed_error(tmp_path: Path) -> None:
     path = tmp_path / "context-00000.safetensors"
-    write_contexts(path, [Context(7, NO_PARENT, 0, torch.ones(3, 2, 4, dtype=torch.bfloat16))])
+    write_contexts(
+        path, [Context(7, NO_PARENT, 0, torch.ones(3, dtype=torch.int32), torch.ones(3, 2, 4, dtype=torch.bfloat16))]
+    )
     reader = ContextReader([path])
     path.write_bytes(path.read_bytes()[:40])
     with pytest.raises(ConfigError, match="build the corpus again"):
-        reader.rows(7)
+        reader.ids(7)
     with pytest.raises(ConfigError, match="build the corpus again"):
         ContextReader([path])
 

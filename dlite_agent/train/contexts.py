@@ -1,4 +1,4 @@
-"""Hidden states of whole prompts, for drafters that keep a history: what they must read to have one.
+"""Whole prompts, ids and hidden states: what a drafter that keeps a history must read to have one.
 
 Prompts of a session mostly begin alike, and so do prompts of sessions with the same tools. So a context names another
 prompt of the corpus, its parent, and holds only the rows behind what the two share.
@@ -66,19 +66,23 @@ class Context:
         prompt_key: Names the prompt.
         parent_key: Names the prompt whose first `num_shared` rows are this one's too; `NO_PARENT` for none.
         num_shared: How many rows those are.
+        ids: `[rows behind those]` int32, the tokens.
         features: `[rows behind those, S, d]` bf16.
     """
 
     prompt_key: int
     parent_key: int
     num_shared: int
+    ids: torch.Tensor
     features: torch.Tensor
 
 
 def write_contexts(path: Path, contexts: Sequence[Context]) -> None:
     """Write contexts to a file."""
     lengths = torch.tensor([0, *(len(context.features) for context in contexts)])
-    tensors = {"features": torch.cat([context.features for context in contexts]).contiguous()}
+    tensors = {
+        name: torch.cat([getattr(context, name) for context in contexts]).contiguous() for name in ("ids", "features")
+    }
     for name in ("prompt_key", "parent_key", "num_shared"):
         tensors[name] = torch.tensor([getattr(context, name) for context in contexts], dtype=torch.int64)
     save_file({**tensors, "offsets": lengths.cumsum(0)}, path)
@@ -121,12 +125,19 @@ class ContextReader:
         place = self._places[prompt_key]
         return place.num_shared + place.stop - place.start
 
-    def rows(self, prompt_key: int, start: int = 0) -> torch.Tensor:
+    def ids(self, prompt_key: int) -> torch.Tensor:
+        """Return a prompt's tokens, `[n]` int32; raises what `features` raises."""
+        return self._read("ids", prompt_key, 0)
+
+    def features(self, prompt_key: int, start: int = 0) -> torch.Tensor:
         """Return a prompt's rows from one on, `[n, S, d]` bf16.
 
         Raises:
             ConfigError: If a file that was there is not any more.
         """
+        return self._read("features", prompt_key, start)
+
+    def _read(self, name: str, prompt_key: int, start: int) -> torch.Tensor:
         pieces: list[torch.Tensor] = []
         stop = self.length(prompt_key)
         while stop > start:
@@ -134,16 +145,16 @@ class ContextReader:
             if stop > place.num_shared:
                 first = max(start, place.num_shared)
                 at = place.start - place.num_shared
-                pieces.append(_read_rows(place.path, first + at, stop + at))
+                pieces.append(_read_rows(place.path, name, first + at, stop + at))
                 stop = first
             prompt_key = place.parent_key
         return torch.cat(pieces[::-1])
 
 
-def _read_rows(path: Path, start: int, stop: int) -> torch.Tensor:
+def _read_rows(path: Path, name: str, start: int, stop: int) -> torch.Tensor:
     try:
         with safe_open(path, "pt") as file:
-            rows: torch.Tensor = file.get_slice("features")[start:stop]
+            rows: torch.Tensor = file.get_slice(name)[start:stop]
             return rows
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{path} holds no contexts ({error!r}); build the corpus again") from error

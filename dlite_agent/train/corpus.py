@@ -269,9 +269,11 @@ class CorpusBuilder:
         """Return the rows of a prompt behind those of the prompt written lately that it shares most with."""
         shared = [(common_prefix(ids, prompt), parent) for parent, ids in self._written]
         num_shared, parent = max(shared, default=(0, NO_PARENT))
+        num_shared = min(num_shared, len(prompt) - 1)
         self._written.append((key, prompt))
+        ids = torch.from_numpy(prompt[num_shared:].copy())
         features = torch.cat(log.read(num_shared, len(prompt)))
-        return Context(key, parent if num_shared else NO_PARENT, num_shared, features)
+        return Context(key, parent if num_shared else NO_PARENT, num_shared, ids, features)
 
     def _request(self, prompt: Sequence[int], key: int, sample: int) -> Request:
         """The greedy answer is number 0; a sample's seed depends on the prompt, not on who asks."""
