@@ -14,38 +14,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+from dlite_agent.drafters.layers import Attention, Linear, Mlp, Rope, Shape, rope_tables
 from dlite_agent.drafters.protocol import DraftView, Proposal
 from dlite_agent.errors import ConfigError
 
 V1 = "dlite_v1"
 AGENT_V1 = "dlite_agent_v1"
 VERSIONS = (V1, AGENT_V1)
-_FEW_ROWS = 32
-
-_SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-    "sequential_rank",
-)
 
 
-@dataclass(frozen=True, slots=True)
-class DLiteConfig:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DLiteConfig(Shape):
     """Shape of a DLite drafter; the names are those of its checkpoint.
 
     Attributes:
-        hidden_size: d, the target's hidden size.
         num_target_layers: L, the target's layer count.
         target_layer_ids: The S target layers whose pivot rows are the context.
         block_size: K + 1, the anchor and the tokens drafted at once.
@@ -58,41 +45,25 @@ class DLiteConfig:
         has_mask_embedding: Whether "draft here" is a learned vector instead of a row of the target's embedding.
     """
 
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    vocab_size: int
     num_target_layers: int
     target_layer_ids: tuple[int, ...]
     block_size: int
     anchor_group_size: int
     sequential_rank: int
     mask_token_id: int
-    rope_theta: float = 1_000_000.0
-    rms_norm_eps: float = 1e-6
-    attention_bias: bool = False
     version: str = V1
     draft_vocab_size: int = 0
     has_confidence: bool = False
     has_mask_embedding: bool = False
 
     def __post_init__(self) -> None:
-        for name in _SIZES:
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; expected at least 1")
-        if self.head_dim % 2:
-            raise ConfigError(f"head_dim is {self.head_dim}; expected an even number")
+        Shape.__post_init__(self)
+        if self.sequential_rank < 1:
+            raise ConfigError(f"sequential_rank is {self.sequential_rank}; expected at least 1")
         if self.anchor_group_size not in (1, 2):
             raise ConfigError(f"anchor_group_size is {self.anchor_group_size}; expected 1 or 2")
         if self.block_size < 2:
             raise ConfigError(f"block_size is {self.block_size}; expected at least 2 (the anchor and one draft)")
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ConfigError(
-                f"{self.num_attention_heads} heads cannot share {self.num_key_value_heads} key/value heads evenly"
-            )
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise ConfigError(f"mask_token_id is {self.mask_token_id}; expected 0..{self.vocab_size - 1}")
         self._check_version()
@@ -114,93 +85,19 @@ class DLiteConfig:
         return self.block_size - 1
 
 
-class _Linear(nn.Linear):
-    """An `nn.Linear` that is fast for the few rows of a draft on a CPU; training goes the usual way."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply to `x [..., in]`."""
-        num_rows = x.numel() // self.in_features
-        is_plain = x.device.type != "cpu" or x.dtype != torch.float32 or torch.is_grad_enabled()
-        if num_rows > _FEW_ROWS or is_plain or not _has_onednn():
-            return super().forward(x)
-        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], None)
-        return y
-
-
-@lru_cache(maxsize=1)
-def _has_onednn() -> bool:
-    """Whether this build of torch multiplies with oneDNN, which reads a weight for few rows up to twice as fast."""
-    one = torch.ones(1, 1)
-    try:
-        torch.ops.mkldnn._linear_pointwise(one, one, None, "none", [], None)
-    except (RuntimeError, AttributeError):
-        return False
-    return True
-
-
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    left, right = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-right, left], dim=-1) * sin
-
-
-class _Attention(nn.Module):
-    """Queries of the block over [context ; block], all slots seeing all."""
-
-    def __init__(self, config: DLiteConfig) -> None:
-        super().__init__()
-        width, head_dim, bias = config.hidden_size, config.head_dim, config.attention_bias
-        self.head_dim = head_dim
-        self.q_proj = _Linear(width, config.num_attention_heads * head_dim, bias=bias)
-        self.k_proj = _Linear(width, config.num_key_value_heads * head_dim, bias=bias)
-        self.v_proj = _Linear(width, config.num_key_value_heads * head_dim, bias=bias)
-        self.o_proj = _Linear(config.num_attention_heads * head_dim, width, bias=bias)
-        self.q_norm = nn.RMSNorm(head_dim, eps=config.rms_norm_eps)
-        self.k_norm = nn.RMSNorm(head_dim, eps=config.rms_norm_eps)
-
-    def forward(
-        self, block: torch.Tensor, context: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]
-    ) -> torch.Tensor:
-        """Attend; `block [B, T, d]`, `context [B, S, d]`, rope tables `[S + T, head_dim]`."""
-        slots = torch.cat([context, block], dim=1)
-        cos, sin = rope
-        num_context = context.shape[1]
-        query = self.q_norm(self._heads(self.q_proj(block)))
-        key = self.k_norm(self._heads(self.k_proj(slots)))
-        value = self._heads(self.v_proj(slots))
-        query = _rotate(query, cos[num_context:], sin[num_context:])
-        key = _rotate(key, cos, sin)
-        mixed = functional.scaled_dot_product_attention(query, key, value, enable_gqa=query.shape[1] != key.shape[1])
-        out: torch.Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
-        return out
-
-    def _heads(self, x: torch.Tensor) -> torch.Tensor:
-        return x.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
-
-
-class _Mlp(nn.Module):
-    def __init__(self, config: DLiteConfig) -> None:
-        super().__init__()
-        self.gate_proj = _Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = _Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = _Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
-        return out
-
-
 class _Layer(nn.Module):
     def __init__(self, config: DLiteConfig) -> None:
         super().__init__()
-        self.self_attn = _Attention(config)
-        self.mlp = _Mlp(config)
+        self.self_attn = Attention(config)
+        self.mlp = Mlp(config)
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def forward(
-        self, block: torch.Tensor, context: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]
-    ) -> torch.Tensor:
-        block = block + self.self_attn(self.input_layernorm(block), context, rope)
+    def forward(self, block: torch.Tensor, context: torch.Tensor, rope: Rope, block_rope: Rope) -> torch.Tensor:
+        """Let `block [B, T, d]` look at `context [B, S, d]` and at itself; `rope` is of all slots."""
+        normed = self.input_layernorm(block)
+        key, value = self.self_attn.keys_values(torch.cat([context, normed], dim=1), rope)
+        block = block + self.self_attn(normed, block_rope, key, value)
         out: torch.Tensor = block + self.mlp(self.post_attention_layernorm(block))
         return out
 
@@ -213,14 +110,14 @@ class SequentialHead(nn.Module):
         rank, width = config.sequential_rank, config.hidden_size
         self.rank = rank
         if config.version == AGENT_V1:
-            self.prev_token_proj = _Linear(width, rank, bias=False)
+            self.prev_token_proj = Linear(width, rank, bias=False)
         else:
             self.prev_token_embedding = nn.Embedding(config.vocab_size, rank)
-        self.state_proj = _Linear(2 * rank, 2 * rank)
-        self.state_hidden_mlp = _Linear(rank + width, rank)
-        self.output_proj = _Linear(rank, config.draft_vocab_size or config.vocab_size, bias=False)
+        self.state_proj = Linear(2 * rank, 2 * rank)
+        self.state_hidden_mlp = Linear(rank + width, rank)
+        self.output_proj = Linear(rank, config.draft_vocab_size or config.vocab_size, bias=False)
         if config.has_confidence:
-            self.confidence_proj = _Linear(rank + width, 1)
+            self.confidence_proj = Linear(rank + width, 1)
 
     def start(self, batch: int) -> torch.Tensor:
         """Return the zero state `[batch, r]`."""
@@ -313,7 +210,7 @@ class DLiteModel(nn.Module):
         masks = mask.to(context.dtype).expand(anchors.shape[0], config.num_drafts, config.hidden_size)
         block = torch.cat([functional.embedding(anchors, embedding).to(context.dtype), masks], dim=1)
         for layer in self.layers:
-            block = layer(block, context, constants.rope)
+            block = layer(block, context, constants.rope, constants.block_rope)
         out: torch.Tensor = self.norm(block[:, -config.num_drafts :])
         return out
 
@@ -399,21 +296,24 @@ class _Constants:
 
     Attributes:
         layer_ids: `[S]`.
-        rope: Cos and sin `[S + G + K, head_dim]`: context slots stand at position 0, block slot i at position i.
+        rope: Of all S + G + K slots: those of the context stand at position 0, block slot i at position i.
+        block_rope: Of the block's slots.
     """
 
     layer_ids: torch.Tensor
-    rope: tuple[torch.Tensor, torch.Tensor]
+    rope: Rope
+    block_rope: Rope
 
     @classmethod
     def of(cls, config: DLiteConfig, *, dtype: torch.dtype, device: torch.device) -> _Constants:
-        half = torch.arange(0, config.head_dim, 2, device=device, dtype=torch.float32)
-        frequencies = config.rope_theta ** (-half / config.head_dim)
         block = torch.arange(config.anchor_group_size + config.num_drafts, device=device)
-        positions = torch.cat([block.new_zeros(len(config.target_layer_ids)), block]).float()
-        angles = torch.outer(positions, frequencies).repeat(1, 2)
+        context = block.new_zeros(len(config.target_layer_ids))
+
+        def tables(positions: torch.Tensor) -> Rope:
+            return rope_tables(positions, head_dim=config.head_dim, theta=config.rope_theta, dtype=dtype)
+
         layer_ids = torch.tensor(config.target_layer_ids, device=device)
-        return cls(layer_ids, (angles.cos().to(dtype), angles.sin().to(dtype)))
+        return cls(layer_ids, tables(torch.cat([context, block])), tables(block))
 
 
 class DLiteDrafter:
