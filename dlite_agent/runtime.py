@@ -12,7 +12,7 @@ from langchain_core.messages import BaseMessage
 
 from dlite_agent.config import Settings
 from dlite_agent.constraints import GrammarFactory
-from dlite_agent.drafters.loading import NAMES, load_drafter
+from dlite_agent.drafters.loading import layers_read, load_drafter
 from dlite_agent.drafters.protocol import Drafter
 from dlite_agent.engine.draft_length import AdaptiveLength, PassCost
 from dlite_agent.engine.scheduler import Scheduler
@@ -75,7 +75,7 @@ def shared_runtime(
     with _loading:
         if key not in _loaded:
             sharing = next((r for (w, _, _), r in _loaded.items() if w == weights), None)
-            if sharing is not None and drafter in NAMES:  # a checkpoint may need other features of the target
+            if sharing is not None and layers_read(drafter, sharing.target) in ((), sharing.target.layer_ids):
                 loaded = replace(
                     sharing, drafter=load_drafter(drafter, sharing.target), keeper=SessionKeeper(sharing.target, store)
                 )

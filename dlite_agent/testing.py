@@ -16,8 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
+from dlite_agent.drafters.baselines import new_model
 from dlite_agent.drafters.dlite import DLiteConfig, DLiteModel
+from dlite_agent.drafters.dspark import DSparkModel
+from dlite_agent.drafters.history import HistoryConfig, HistoryModel, Kind
 from dlite_agent.drafters.null import NullDrafter
 from dlite_agent.drafters.protocol import DraftView, Proposal
 from dlite_agent.engine.decode import Request, decode
@@ -148,6 +152,37 @@ def random_dlite(target: Target, *, group: int = 1, num_drafts: int = 7, seed: i
         torch.manual_seed(seed)
         model = DLiteModel(DLiteConfig(**fields | overrides))
         _roughen(model)
+    return model.eval()
+
+
+def random_baseline(target: Target, kind: Kind, *, num_drafts: int = 7, seed: int = 0) -> HistoryModel:
+    """Make a baseline that fits `target`, with random weights; it writes every second token of the vocabulary."""
+    reads = kind == "dspark"
+    config = HistoryConfig(
+        kind=kind,
+        hidden_size=target.hidden_size,
+        intermediate_size=2 * target.hidden_size,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=target.vocab_size,
+        num_target_layers=target.num_layers,
+        target_layer_ids=target.layer_ids if reads else (),
+        num_drafts=num_drafts,
+        draft_vocab_size=target.vocab_size // 2,
+        rank=8 if reads else 0,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = new_model(config)
+        _roughen(model)
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=0.4)  # so that every part changes what is drafted
+        if isinstance(model, DSparkModel):
+            nn.init.normal_(model.mask_embedding)
+    model.draft_to_target.copy_(torch.arange(config.draft_vocab_size) * 2)
     return model.eval()
 
 

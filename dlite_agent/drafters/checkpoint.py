@@ -14,10 +14,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from dlite_agent.drafters.dlite import AGENT_V1, V1, VERSIONS, DLiteConfig, DLiteModel
+from dlite_agent.drafters.files import (
+    check_draft_vocabulary,
+    check_tensors,
+    expect,
+    flag,
+    name_list,
+    read_json,
+    read_tensors,
+    require,
+    stored,
+)
+from dlite_agent.drafters.history import HistoryConfig
 from dlite_agent.drafters.pivot import pivot_layer_ids
 from dlite_agent.errors import ConfigError, DrafterFormatError, DrafterMismatchError
 
@@ -37,30 +48,6 @@ _PLAIN = (
 _NESTED = ("anchor_group_size", "sequential_rank", "mask_token_id")
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        fields = json.loads(path.read_text())
-    except FileNotFoundError as error:
-        raise DrafterFormatError(f"{path} does not exist; expected a folder with a DLite checkpoint") from error
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise DrafterFormatError(f"{path} is not readable JSON ({error})") from error
-    if not isinstance(fields, dict):
-        raise DrafterFormatError(f"{path} holds a {type(fields).__name__}; expected an object")
-    return fields
-
-
-def _require(fields: Mapping[str, Any], name: str, kind: type, *, where: str) -> Any:
-    value = fields.get(name)
-    if not isinstance(value, kind) or isinstance(value, bool):
-        raise DrafterFormatError(f"{where}.{name} is {value!r}; expected {kind.__name__}")
-    return value
-
-
-def _expect(got: object, expected: object, *, field: str) -> None:
-    if got != expected:
-        raise DrafterFormatError(f"{field} is {got!r}; expected {expected!r}")
-
-
 def _positive(value: object, *, field: str) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
         raise DrafterFormatError(f"{field} is {value!r}; expected a positive number")
@@ -72,7 +59,7 @@ def _rope_theta(fields: Mapping[str, Any]) -> float:
     nested = fields.get("rope_parameters") or {}
     if not isinstance(nested, dict):
         raise DrafterFormatError(f"config.rope_parameters is {nested!r}; expected dict")
-    _expect(nested.get("rope_type", "default"), "default", field="rope_parameters.rope_type")
+    expect(nested.get("rope_type", "default"), "default", field="rope_parameters.rope_type")
     return _positive(nested.get("rope_theta", fields.get("rope_theta")), field="rope_theta")
 
 
@@ -82,26 +69,26 @@ def read_config(folder: Path) -> DLiteConfig:
     Raises:
         DrafterFormatError: Naming the field, what it is and what was expected.
     """
-    fields = _read_json(folder / "config.json")
-    nested = _require(fields, "dlite_config", dict, where="config")
+    fields = read_json(folder / "config.json")
+    nested = require(fields, "dlite_config", dict, where="config")
     version = nested.get("architecture_version")
     if version not in VERSIONS:
         raise DrafterFormatError(
             f"dlite_config.architecture_version is {version!r}; expected {' or '.join(map(repr, VERSIONS))}"
         )
-    _expect(nested.get("model_role"), _ROLE, field="dlite_config.model_role")
-    _expect(nested.get("sequential_head"), _HEAD, field="dlite_config.sequential_head")
-    plain = {name: _require(fields, name, int, where="config") for name in _PLAIN}
-    inner = {name: _require(nested, name, int, where="dlite_config") for name in _NESTED}
-    layer_ids = tuple(_require(nested, "target_layer_ids", list, where="dlite_config"))
-    _expect(nested.get("chs_num_layers"), len(layer_ids), field="dlite_config.chs_num_layers")
+    expect(nested.get("model_role"), _ROLE, field="dlite_config.model_role")
+    expect(nested.get("sequential_head"), _HEAD, field="dlite_config.sequential_head")
+    plain = {name: require(fields, name, int, where="config") for name in _PLAIN}
+    inner = {name: require(nested, name, int, where="dlite_config") for name in _NESTED}
+    layer_ids = tuple(require(nested, "target_layer_ids", list, where="dlite_config"))
+    expect(nested.get("chs_num_layers"), len(layer_ids), field="dlite_config.chs_num_layers")
     if fields.get("head_dim") is None:
         head_dim = plain["hidden_size"] // max(1, plain["num_attention_heads"])
     else:
-        head_dim = _require(fields, "head_dim", int, where="config")
+        head_dim = require(fields, "head_dim", int, where="config")
     try:
         rule = pivot_layer_ids(plain["num_target_layers"], len(layer_ids))
-        _expect(layer_ids, rule, field="dlite_config.target_layer_ids")
+        expect(layer_ids, rule, field="dlite_config.target_layer_ids")
         return DLiteConfig(
             **plain,
             **inner,
@@ -122,36 +109,10 @@ def _extensions(nested: Mapping[str, Any], version: str) -> dict[str, Any]:
         return {}
     return {
         "version": version,
-        "draft_vocab_size": _require(nested, "draft_vocab_size", int, where="dlite_config"),
-        "has_confidence": _flag(nested, "confidence_head"),
-        "has_mask_embedding": _flag(nested, "mask_embedding"),
+        "draft_vocab_size": require(nested, "draft_vocab_size", int, where="dlite_config"),
+        "has_confidence": flag(nested, "confidence_head"),
+        "has_mask_embedding": flag(nested, "mask_embedding"),
     }
-
-
-def _flag(nested: Mapping[str, Any], name: str) -> bool:
-    value = nested.get(name)
-    if not isinstance(value, bool):
-        raise DrafterFormatError(f"dlite_config.{name} is {value!r}; expected true or false")
-    return value
-
-
-def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Read one safetensors file, or the shards that its index names."""
-    index = folder / "model.safetensors.index.json"
-    names = ["model.safetensors"]
-    if index.is_file():
-        weight_map = _require(_read_json(index), "weight_map", dict, where="index")
-        for name in weight_map.values():
-            if not isinstance(name, str) or Path(name).name != name:
-                raise DrafterFormatError(f"{index} names the file {name!r}; expected a file of the same folder")
-        names = sorted(set(weight_map.values()))
-    tensors: dict[str, torch.Tensor] = {}
-    for name in names:
-        try:
-            tensors |= load_file(folder / name)
-        except (OSError, SafetensorError) as error:
-            raise DrafterFormatError(f"{folder / name} cannot be read ({error}); fetch the checkpoint again") from error
-    return tensors
 
 
 def load(folder: Path, *, dtype: torch.dtype | None = None) -> DLiteModel:
@@ -165,38 +126,14 @@ def load(folder: Path, *, dtype: torch.dtype | None = None) -> DLiteModel:
         DrafterFormatError: If the checkpoint is damaged, incomplete or of another format.
     """
     config = read_config(folder)
-    tensors = _read_tensors(folder)
+    tensors = read_tensors(folder)
     with torch.device("meta"):
         model = DLiteModel(config)
-    _check_tensors(folder, tensors, model.state_dict())
+    check_tensors(folder, tensors, model.state_dict())
     if config.version == AGENT_V1:
-        _check_draft_vocabulary(tensors["draft_to_target"], config)
+        check_draft_vocabulary(tensors["draft_to_target"], vocab_size=config.vocab_size)
     model.load_state_dict(tensors, assign=True)
     return model if dtype is None else model.to(dtype)
-
-
-def _check_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:
-    for name, like in wanted.items():
-        if name not in tensors:
-            raise DrafterFormatError(f"{folder} lacks the tensor {name} {list(like.shape)}")
-        got = tensors[name]
-        if got.shape != like.shape:
-            raise DrafterFormatError(
-                f"{folder}: tensor {name} has shape {list(got.shape)}; expected {list(like.shape)}"
-            )
-        if got.is_floating_point() != like.is_floating_point():
-            kind = "a float type" if like.is_floating_point() else str(like.dtype)
-            raise DrafterFormatError(f"{folder}: tensor {name} has dtype {got.dtype}; expected {kind}")
-    if unknown := sorted(set(tensors) - set(wanted)):
-        raise DrafterFormatError(f"{folder}: tensors {unknown[:4]} are not part of its version")
-
-
-def _check_draft_vocabulary(draft_to_target: torch.Tensor, config: DLiteConfig) -> None:
-    """Refuse ids that the target does not have, and an order in which they cannot be looked up."""
-    if draft_to_target.dtype != torch.int32:
-        raise DrafterFormatError(f"tensor draft_to_target has dtype {draft_to_target.dtype}; expected torch.int32")
-    if draft_to_target[0] < 0 or draft_to_target[-1] >= config.vocab_size or (draft_to_target.diff() < 1).any():
-        raise DrafterFormatError(f"draft_to_target holds no ascending ids 0..{config.vocab_size - 1}")
 
 
 def read_target_names(folder: Path) -> tuple[str, ...]:
@@ -205,11 +142,8 @@ def read_target_names(folder: Path) -> tuple[str, ...]:
     Raises:
         DrafterFormatError: If its configuration cannot be read.
     """
-    nested = _require(_read_json(folder / "config.json"), "dlite_config", dict, where="config")
-    names = nested.get("target_names", [])
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise DrafterFormatError(f"dlite_config.target_names is {names!r}; expected a list of names")
-    return tuple(names)
+    nested = require(read_json(folder / "config.json"), "dlite_config", dict, where="config")
+    return name_list(nested, "target_names", where="dlite_config")
 
 
 def save(
@@ -245,16 +179,12 @@ def save(
     if target_names:
         fields["dlite_config"]["target_names"] = list(target_names)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: _stored(tensor, dtype) for name, tensor in model.state_dict().items()}
+    tensors = {name: stored(tensor, dtype) for name, tensor in model.state_dict().items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(fields, indent=1) + "\n")
 
 
-def _stored(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    return tensor.to(dtype if tensor.is_floating_point() and dtype else tensor.dtype).contiguous()
-
-
-def check_target(config: DLiteConfig, *, hidden_size: int, vocab_size: int, num_layers: int) -> None:
+def check_target(config: DLiteConfig | HistoryConfig, *, hidden_size: int, vocab_size: int, num_layers: int) -> None:
     """Refuse a drafter that was made for another target.
 
     Raises:

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from dlite_agent.drafters.draws import Draws, draft_places
 from dlite_agent.drafters.layers import Attention, Linear, Mlp, Rope, Shape, rope_tables
 from dlite_agent.drafters.protocol import DraftView, Proposal
 from dlite_agent.errors import ConfigError
@@ -147,12 +148,6 @@ class SequentialHead(nn.Module):
         """Return `[...]`, whose sigmoid says how likely the token is to be accepted if those before it are."""
         out: torch.Tensor = self.confidence_proj(torch.cat([hidden, state], dim=-1)).squeeze(-1)
         return out
-
-
-def draft_places(tokens: torch.Tensor, draft_to_target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the places of tokens in the head's vocabulary, and whether they are there at all."""
-    places = torch.searchsorted(draft_to_target, tokens.int()).clamp(max=len(draft_to_target) - 1)
-    return places, draft_to_target[places] == tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,6 +320,7 @@ class DLiteDrafter:
         """Pair a model with its target's `embedding [vocab, d]`."""
         self.model = model.eval().requires_grad_(False)
         self.embedding = embedding
+        self._draft_to_target = model.draft_to_target if model.config.version == AGENT_V1 else None
 
     @torch.inference_mode()
     def propose(self, views: Sequence[DraftView]) -> list[Proposal]:
@@ -345,7 +341,7 @@ class DLiteDrafter:
         group = self.model.config.anchor_group_size
         pivot = torch.stack([view.pivot for view in views if view.pivot is not None])
         anchors = torch.tensor([view.ids[-group:].tolist() for view in views], device=pivot.device)
-        draws = _Draws(views, self.model, vocab_size=self.embedding.shape[0])
+        draws = Draws(views, self._draft_to_target, vocab_size=self.embedding.shape[0])
         roll = self.model.roll(
             pivot.to(self.model.norm.weight.dtype),
             anchors,
@@ -369,32 +365,3 @@ class DLiteDrafter:
         start = len(view.drafted)
         stop = start + view.max_tokens
         return Proposal(tokens[start:stop], self.name, sure[start:stop], distributions[: view.max_tokens])
-
-
-class _Draws:
-    """Chooses the tokens of several drafts, each in its view's way, and keeps what they were drawn from."""
-
-    def __init__(self, views: Sequence[DraftView], model: DLiteModel, *, vocab_size: int) -> None:
-        self._views = views
-        self._model = model
-        self._vocab_size = vocab_size
-        self.distributions: list[list[torch.Tensor]] = [[] for _ in views]
-
-    def choose(self, k: int, logits: torch.Tensor) -> torch.Tensor:
-        """Return tokens `[B]` for the k-th position of the block from `logits [B, V_d]`."""
-        tokens = self._model.likeliest(k, logits)
-        for i, view in enumerate(self._views):
-            if k < len(view.drafted):
-                tokens[i] = view.drafted[k]
-            elif view.draw is not None:
-                tokens[i], distribution = view.draw(self._over_all_tokens(logits[i]), k - len(view.drafted))
-                if distribution is not None:
-                    self.distributions[i].append(distribution)
-        return tokens
-
-    def _over_all_tokens(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return `[vocab]`: minus infinity where the head cannot write."""
-        if self._model.config.version != AGENT_V1:
-            return logits
-        every = logits.new_full((self._vocab_size,), -torch.inf)
-        return every.index_copy_(0, self._model.draft_to_target.long(), logits)

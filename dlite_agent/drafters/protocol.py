@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +12,12 @@ import torch
 
 Draw = Callable[[torch.Tensor, int], tuple[int, torch.Tensor | None]]
 """Draws the k-th token behind a view from draft logits `[vocab]`, and gives the `q [vocab]` it is of where wanted."""
+
+
+class TextKey:
+    """Names one text, for drafters that keep something about it; it goes when the text's state goes."""
+
+    __slots__ = ("__weakref__",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +30,7 @@ class DraftView:
         pivot: Hidden states `[layers, hidden]` of the row before the anchor.
         max_tokens: Longest useful proposal.
         draw: How to choose tokens from logits, or None for the most likely ones.
+        text: Names the text.
     """
 
     ids: npt.NDArray[np.int32]
@@ -31,6 +38,7 @@ class DraftView:
     pivot: torch.Tensor | None
     max_tokens: int
     draw: Draw | None = None
+    text: TextKey = field(default_factory=TextKey)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +60,7 @@ class Proposal:
 
 
 class Drafter(Protocol):
-    """Proposes tokens from views. It keeps nothing between two proposals."""
+    """Proposes tokens from views. DLite keeps nothing between two proposals; the baselines do."""
 
     @property
     def name(self) -> str:
@@ -61,4 +69,20 @@ class Drafter(Protocol):
 
     def propose(self, views: Sequence[DraftView]) -> Sequence[Proposal]:
         """Return one proposal for each view, at most `view.max_tokens` tokens that may follow; empty ones are fine."""
+        ...
+
+
+@runtime_checkable
+class RowReader(Protocol):
+    """A drafter that must read the hidden states of every row: the engine shows it each row that the target computes.
+
+    It pays for that after a resume: what it has not read, the target computes again.
+    """
+
+    def num_read(self, text: TextKey) -> int:
+        """Return how many of a text's first rows were read, whatever stood there."""
+        ...
+
+    def read(self, text: TextKey, start: int, features: torch.Tensor) -> None:
+        """Take `features [rows, layers, hidden]` of the rows from `start` on; what was there and behind is outdated."""
         ...

@@ -20,10 +20,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
+import torch
 
-from dlite_agent.drafters.protocol import Drafter, DraftView
+from dlite_agent.drafters.protocol import Drafter, DraftView, RowReader
 from dlite_agent.engine.attention import ROWWISE_MAX_ROWS
 from dlite_agent.engine.constraint import TokenConstraint
 from dlite_agent.engine.draft_length import FixedLength, Planner
@@ -112,6 +114,7 @@ class Decoding:
 
     Attributes:
         error: What ended it early, or None.
+        on_rows: Told (first row, features) of every row that is computed, or None where the last ones are enough.
     """
 
     def __init__(self, target: Target, state: TargetState, drafter: Drafter, request: Request) -> None:
@@ -126,6 +129,7 @@ class Decoding:
         if prompt.min() < 0 or prompt.max() >= target.vocab_size:
             wrong = prompt[(prompt < 0) | (prompt >= target.vocab_size)][0]
             raise ConfigError(f"the prompt holds token id {wrong}; expected ids 0..{target.vocab_size - 1}")
+        _show_again(state, drafter)
         num_reused = state.begin(prompt)
         self._set_up(target, state, drafter, request, num_reused=num_reused, budget=room)
 
@@ -138,6 +142,7 @@ class Decoding:
         """
         if not len(state.ids):
             raise ContextLengthError("there is no text to continue; expected a state with at least one token")
+        _show_again(state, drafter)
         decoding = cls.__new__(cls)
         budget = target.max_positions - len(state.ids)
         decoding._set_up(target, state, drafter, request, num_reused=None, budget=budget)
@@ -158,6 +163,9 @@ class Decoding:
         self.drafter_name = str(drafter.name)
         self.request = request
         self.error: BaseException | None = None
+        self.on_rows: Callable[[int, torch.Tensor], None] | None = None
+        if isinstance(drafter, RowReader):
+            self.on_rows = partial(self._show, drafter)
         self.vocab_size = target.vocab_size
         self._budget = min(request.max_new_tokens, budget)
         self._sampler = Sampler(request.sampling, prompt_ids=state.ids.tolist(), end_ids=request.end_ids)
@@ -199,7 +207,7 @@ class Decoding:
         ids.flags.writeable = False
         position = len(self.state.ids) + len(draft.tokens)
         draw = draft_draw(self.request.sampling, position=position)
-        return DraftView(ids, tuple(draft.tokens), self.state.pivot, draft.room_left, draw)
+        return DraftView(ids, tuple(draft.tokens), self.state.pivot, draft.room_left, draw, self.state.key)
 
     def segment(self, draft: Draft) -> Segment:
         """Return the rows to compute: the pending ones and the draft's."""
@@ -207,12 +215,15 @@ class Decoding:
         if draft.tokens:
             self.state.cache.checkpoint()
         ids = self.state.ids[start : start + self.num_pending].tolist() + draft.tokens
-        return Segment(ids, self.state.cache, len(draft.tokens) + 1, len(draft.tokens) + 1)
+        num_wanted = len(draft.tokens) + 1
+        return Segment(ids, self.state.cache, num_wanted, num_wanted if self.on_rows is None else len(ids))
 
     def take(self, draft: Draft, output: TargetOutput, timing: PassTiming) -> Step | None:
         """Make of the computed rows what the target agrees with; None while the prompt goes on."""
         state = self.state
         try:
+            if self.on_rows is not None:
+                self.on_rows(state.num_rows - len(output.features), output.features)
             if self._num_reused is not None:
                 self.request.on_prefill(state.num_rows - self._num_reused, self._num_prompt - self._num_reused)
             if state.num_rows < len(state.ids):
@@ -237,7 +248,7 @@ class Decoding:
         # An accepted end token stays the anchor: its row is not kept.
         num_kept = verdict.num_accepted if verdict.has_bonus else verdict.num_accepted - 1
         state.cache.crop_to(len(state.ids) + num_kept)
-        state.pivot = output.features[num_kept]
+        state.pivot = output.features[num_kept - len(output.logits)]  # counted from the last row
         self._accept(verdict.tokens)
         sources = draft.sources[: verdict.num_accepted] + (["bonus"] if verdict.has_bonus else [])
         step = Step(
@@ -267,6 +278,13 @@ class Decoding:
             num_prefilled=self._num_prompt - num_reused,
         )
 
+    def _show(self, reader: RowReader, start: int, features: torch.Tensor) -> None:
+        """Let the drafter read rows; if it cannot, it lacks them, and that is its own affair."""
+        try:
+            reader.read(self.state.key, start, features)
+        except Exception as error:
+            self.warn_of_drafter(repr(error))
+
     def warn_of_drafter(self, problem: str) -> None:
         """Say once per text that its drafter does not work."""
         level = logging.DEBUG if self._has_warned else logging.WARNING
@@ -283,6 +301,12 @@ class Decoding:
             for token in tokens:
                 if token not in self.request.end_ids:
                     self.request.constraint.advance(token)
+
+
+def _show_again(state: TargetState, drafter: Drafter) -> None:
+    """Give up rows that a drafter with a history needs and has not read: the target computes them again."""
+    if isinstance(drafter, RowReader):
+        state.forget_rows(drafter.num_read(state.key))
 
 
 def decode(

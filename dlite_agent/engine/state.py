@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from dlite_agent.drafters.protocol import TextKey
 from dlite_agent.engine.cache import SlabCache
 
 Ids = npt.NDArray[np.int32]
@@ -29,11 +30,13 @@ class TargetState:
     Attributes:
         cache: KV rows of the first `cache.num_rows` tokens.
         pivot: Features `[layers, hidden]` of the last row, or None if that row must be recomputed first.
+        key: Names the text to drafters.
     """
 
     def __init__(self, cache: SlabCache) -> None:
         self.cache = cache
         self.pivot: torch.Tensor | None = None
+        self.key = TextKey()
         self._ids: Ids = np.empty(256, dtype=np.int32)
         self._num_ids = 0
 
@@ -69,18 +72,22 @@ class TargetState:
         self.pivot = None
         return num_rows
 
+    def forget_rows(self, num_kept: int) -> None:
+        """Keep no KV row beyond the first `num_kept`; the tokens stay, so those rows are computed again."""
+        if self.num_rows > num_kept:
+            self.cache.crop_to(num_kept)
+            self.pivot = None
+
     def rewind(self, num_tokens: int) -> None:
         """Keep the first `num_tokens` tokens and no KV row beyond them."""
         self._num_ids = min(self._num_ids, num_tokens)
-        if self.cache.num_rows > num_tokens:
-            self.cache.crop_to(num_tokens)
-            self.pivot = None
+        self.forget_rows(num_tokens)
 
     def truncate(self, num_tokens: int) -> None:
         """Keep the first `num_tokens` tokens, at least one; the last of them is the anchor."""
         if num_tokens < len(self.ids):
             self.rewind(num_tokens)
-            self.cache.crop_to(num_tokens - 1)
+            self.forget_rows(num_tokens - 1)
             self.pivot = None
 
     def copy(self, cache: SlabCache) -> TargetState:

@@ -159,6 +159,20 @@ class Target:
         assert isinstance(weight, torch.Tensor)
         return weight
 
+    @property
+    def head(self) -> torch.Tensor:
+        """The output rows, `[vocab, hidden]`; frozen, shared with drafters.
+
+        Raises:
+            ConfigError: If they are there as int8 only.
+        """
+        weight = getattr(self.model.get_output_embeddings(), "weight", None)
+        if isinstance(weight, torch.Tensor) and weight.is_floating_point():
+            return weight
+        if self.config.tie_word_embeddings:
+            return self.embedding
+        raise ConfigError("this drafter needs the target's output rows, which are int8 only; load with quantize=None")
+
     def tap(self, layer_ids: Sequence[int]) -> None:
         """Take the features of these layers from now on.
 

@@ -14,7 +14,7 @@ import hashlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,7 +26,6 @@ from dlite_agent.drafters.null import NullDrafter
 from dlite_agent.drafters.protocol import Drafter
 from dlite_agent.engine.decode import Decoding, Request, Step, run_pass
 from dlite_agent.engine.draft_length import FixedLength, Planner
-from dlite_agent.engine.packed import Segment
 from dlite_agent.engine.sampling import SamplingParams, derived_seed
 from dlite_agent.engine.state import Ids, TargetState, common_prefix
 from dlite_agent.engine.target import Target, TargetOutput
@@ -82,40 +81,23 @@ class Progress:
 
 
 class RecordedDecoding(Decoding):
-    """Decodes, and keeps what the target computed at the row before each token; in `log` what it did at every row."""
+    """Decodes, and keeps what the target computed at the row before each token."""
 
-    def __init__(
-        self,
-        target: Target,
-        state: TargetState,
-        drafter: Drafter,
-        request: Request,
-        *,
-        log: FeatureLog | None = None,
-    ) -> None:
+    def __init__(self, target: Target, state: TargetState, drafter: Drafter, request: Request) -> None:
         super().__init__(target, state, drafter, request)
-        self._log = log
         self.num_prefilled = len(state.ids) - state.num_rows
         self._tokens: list[int] = []
         self._rows: list[tuple[torch.Tensor, ...]] = []
 
-    def segment(self, draft: Draft) -> Segment:
-        """Ask for the features of all rows if they are to be kept."""
-        segment = super().segment(draft)
-        return segment if self._log is None else replace(segment, num_features=segment.num_rows)
-
     def take(self, draft: Draft, output: TargetOutput, timing: PassTiming) -> Step | None:
-        """Do as `Decoding` does; row i of its output is the one that token i of the step was drawn from."""
-        if self._log is not None:
-            self._log.write(self.state.num_rows - len(output.features), output.features)
-            output = replace(output, features=output.features[-len(output.logits) :])
+        """Do as `Decoding` does; of the rows with logits, row i is the one that token i of the step was drawn from."""
         step = super().take(draft, output, timing)
         if step is not None:
             count = len(step.tokens)
             self._tokens += step.tokens
             log_p = torch.log_softmax(output.logits[:count].float(), dim=-1)
             best = log_p.topk(min(NUM_TOP, log_p.shape[-1]), dim=-1)
-            kept = output.features[:count].to("cpu", torch.bfloat16, copy=True)
+            kept = output.features[-len(output.logits) :][:count].to("cpu", torch.bfloat16, copy=True)
             self._rows.append((kept, best.indices.int().cpu(), best.values.half().cpu()))
         return step
 
@@ -249,8 +231,9 @@ class CorpusBuilder:
             if sample in self.writer.answers.get(facts["prompt_key"], {}):
                 continue
             request = self._request(prompt, facts["prompt_key"], sample)
-            log = rows.log if self.options.keeps_contexts else None
-            decoding = RecordedDecoding(self.author.target, rows.state, self.drafter, request, log=log)
+            decoding = RecordedDecoding(self.author.target, rows.state, self.drafter, request)
+            if self.options.keeps_contexts:
+                decoding.on_rows = rows.log.write
             self.progress.num_prefilled += decoding.num_prefilled
             yield decoding
             if decoding.error is not None:

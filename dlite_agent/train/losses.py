@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from dlite_agent.drafters.dlite import draft_places
+from dlite_agent.drafters.draws import draft_places
 from dlite_agent.train.anchors import Batch
 from dlite_agent.train.config import TrainConfig
 
