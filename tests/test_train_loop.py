@@ -10,17 +10,20 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from dlite_agent.cli import main
 from dlite_agent.config import Settings
-from dlite_agent.drafters import checkpoint
 from dlite_agent.drafters.dlite import DLiteDrafter
+from dlite_agent.drafters.dspark import DSparkDrafter
+from dlite_agent.drafters.independent import IndependentDrafter
 from dlite_agent.drafters.loading import load_drafter
 from dlite_agent.drafters.null import NullDrafter
 from dlite_agent.engine.decode import Request, decode, run_pass
@@ -32,12 +35,14 @@ from dlite_agent.errors import ConfigError
 from dlite_agent.testing import write_tiny_chat_model
 from dlite_agent.train.anchors import AnchorStream, AnchorTable, Position, frequent_tokens
 from dlite_agent.train.config import TrainConfig
+from dlite_agent.train.contexts import NO_PARENT, Context, FeatureLog
 from dlite_agent.train.corpus import RecordedDecoding
 from dlite_agent.train.evaluate import _Tally, held_out_tau
 from dlite_agent.train.loop import Trainer, learning_rate
 from dlite_agent.train.options import CorpusOptions, Plan, RunOptions
 from dlite_agent.train.setup import prepare
 from dlite_agent.train.shards import Answer, CorpusWriter, read_shard, shard_paths
+from dlite_agent.train.students import DLiteStudent, DSparkStudent, IndependentStudent, Student
 
 SETTINGS = (
     "num_layers=1",
@@ -69,19 +74,22 @@ def prompt(number: int) -> list[int]:
     return torch.randint(0, 256, (6,), generator=generator).tolist()
 
 
-def answer(target: Target, number: int, sample: int) -> Answer:
-    state = TargetState(target.new_cache())
+def answer(target: Target, number: int, sample: int) -> tuple[Answer, Context]:
+    state, log = TargetState(target.new_cache()), FeatureLog()
     sampling = SamplingParams(1.0, seed=number) if sample else SamplingParams()
     request = Request(prompt(number), sampling=sampling, max_new_tokens=NUM_TOKENS)
     decoding = RecordedDecoding(target, state, NullDrafter(), request)
+    decoding.on_rows = log.write
     while not decoding.is_done:
         run_pass(target, [decoding], FixedLength())
     facts = {"prompt_key": number, "session_id": "s", "turn": 0, "num_prompt": 6, "prompt_tail": prompt(number)[-1]}
-    return decoding.answer(**facts, sample=sample)
+    ids = torch.tensor(prompt(number), dtype=torch.int32)
+    context = Context(number, NO_PARENT, 0, ids, torch.cat(log.read(0, len(ids))))
+    return decoding.answer(**facts, sample=sample), context
 
 
-def write_corpus(target: Target, folder: Path, *, is_held_out: bool) -> Path:
-    facts = {
+def facts_of(target: Target, *, is_held_out: bool) -> dict[str, Any]:
+    return {
         "model": "tiny",
         "target_fingerprint": target.fingerprint,
         "hidden_size": target.hidden_size,
@@ -90,10 +98,17 @@ def write_corpus(target: Target, folder: Path, *, is_held_out: bool) -> Path:
         "feature_layer_ids": list(target.layer_ids),
         "options": asdict(CorpusOptions(is_held_out=is_held_out)),
     }
+
+
+def write_corpus(target: Target, folder: Path, *, is_held_out: bool) -> Path:
+    facts = facts_of(target, is_held_out=is_held_out)
     writer = CorpusWriter(folder, facts, shard_bytes=30_000)
     for number in range(NUM_PROMPTS):
         for sample in (0, 1):
-            writer.add(answer(target, number, sample))
+            given, context = answer(target, number, sample)
+            if not sample:
+                writer.add_context(context)
+            writer.add(given)
     writer.close()
     return folder
 
@@ -115,12 +130,20 @@ def trainer(model_folder: Path, corpus: Path, out: Path, *settings: str, **optio
 
 
 def weights(out: Trainer) -> list[torch.Tensor]:
-    return [tensor.clone() for tensor in out.model.state_dict().values()]
+    return [tensor.clone() for tensor in out.student.model.state_dict().values()]
 
 
 def log_of(out: Path) -> list[dict[str, str]]:
     with (out / "log.csv").open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+def student_of(drafter: DLiteDrafter | DSparkDrafter | IndependentDrafter, target: Target) -> Student:
+    if isinstance(drafter, DLiteDrafter):
+        return DLiteStudent(drafter.model, target.embedding)
+    if isinstance(drafter, DSparkDrafter):
+        return DSparkStudent(drafter.model, target.embedding, target.head)
+    return IndependentStudent(drafter.model, target.embedding, target.head)
 
 
 def silent(line: str) -> None:
@@ -188,21 +211,27 @@ def test_the_draft_vocabulary_is_the_most_frequent_tokens_in_ascending_order(cor
     assert [t for t in filled if counts[t] == 0] == [t for t in range(258) if counts[t] == 0][:5]
 
 
+@pytest.mark.parametrize(("kind", "epochs"), [("dlite", 160.0), ("dspark", 80.0), ("independent", 80.0)])
 def test_training_overfits_what_it_sees_and_the_drafter_it_leaves_drafts_that(
-    model_folder: Path, target: Target, corpus: Path, same_held_out: Path, tmp_path: Path
+    model_folder: Path, target: Target, corpus: Path, same_held_out: Path, tmp_path: Path, kind: str, epochs: float
 ) -> None:
-    run = trainer(model_folder, corpus, tmp_path, epochs=160.0, held_out=same_held_out, report_every=100)
-    before = held_out_tau(run.model, run.embedding, shard_paths(same_held_out))
+    run = trainer(
+        model_folder, corpus, tmp_path, f"kind={kind}", epochs=epochs, held_out=same_held_out, report_every=100
+    )
+    tau = partial(held_out_tau, paths=shard_paths(same_held_out), reader=run.held_out_reader)
+    assert (run.held_out_reader is None) == (kind == "dlite")
+    before = tau(run.student)
     run.run(say=silent)
-    after = held_out_tau(run.model, run.embedding, shard_paths(same_held_out))
+    after = tau(run.student)
     assert before.tau < 1.3
     assert after.tau > 3.0
     rows = log_of(tmp_path)
     assert float(rows[-1]["loss"]) < float(rows[0]["loss"]) / 2
     assert float(rows[-1]["accuracy_1"]) > 0.5
     drafter = load_drafter(f"dlite:{tmp_path}", target)
-    assert isinstance(drafter, DLiteDrafter)
-    assert {p.dtype for p in checkpoint.load(tmp_path).parameters()} == {torch.bfloat16}
+    assert isinstance(drafter, DLiteDrafter | DSparkDrafter | IndependentDrafter)
+    assert drafter.name == kind
+    assert {p.dtype for p in load_file(tmp_path / "model.safetensors").values()} == {torch.bfloat16, torch.int32}
     num_tokens = num_passes = 0
     for number in range(NUM_PROMPTS):
         request = Request(prompt(number), max_new_tokens=NUM_TOKENS)
@@ -212,7 +241,7 @@ def test_training_overfits_what_it_sees_and_the_drafter_it_leaves_drafts_that(
         num_tokens += sum(len(step.tokens) for step in steps[1:])
         num_passes += len(steps) - 1
     # The replay is what decoding does; near-ties of two ways to multiply aside.
-    replayed = held_out_tau(drafter.model, drafter.embedding, shard_paths(same_held_out))
+    replayed = tau(student_of(drafter, target))
     assert replayed.tau > 2.5
     assert num_tokens / num_passes == pytest.approx(replayed.tau, rel=0.02)
 
@@ -229,16 +258,17 @@ def test_a_replay_steps_as_decoding_does() -> None:
     assert tally.sum_up().tau == 8 / 4
 
 
+@pytest.mark.parametrize("kind", ["dlite", "dspark", "independent"])
 def test_a_run_stopped_and_resumed_has_the_weights_of_one_that_was_not(
-    model_folder: Path, corpus: Path, tmp_path: Path
+    model_folder: Path, corpus: Path, tmp_path: Path, kind: str
 ) -> None:
-    whole = trainer(model_folder, corpus, tmp_path / "whole", report_every=7)
+    whole = trainer(model_folder, corpus, tmp_path / "whole", f"kind={kind}", report_every=7)
     whole.run(say=silent)
     stops = iter([False] * 11 + [True])
-    first = trainer(model_folder, corpus, tmp_path / "parts", report_every=7)
+    first = trainer(model_folder, corpus, tmp_path / "parts", f"kind={kind}", report_every=7)
     first.run(should_stop=lambda: next(stops), say=silent)
     assert 0 < first.step < whole.step
-    second = trainer(model_folder, corpus, tmp_path / "parts", report_every=7, is_resumed=True)
+    second = trainer(model_folder, corpus, tmp_path / "parts", f"kind={kind}", report_every=7, is_resumed=True)
     assert second.step == first.step
     second.run(say=silent)
     assert second.step == whole.step
@@ -270,8 +300,9 @@ def test_a_killed_run_resumes_to_the_same_weights(model_folder: Path, corpus: Pa
 
 
 def test_the_command_trains_and_writes_down_what_it_did(
-    model_folder: Path, corpus: Path, same_held_out: Path, tmp_path: Path
+    model_folder: Path, corpus: Path, same_held_out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("DLITE_THREADS", "1")
     options = [option for setting in SETTINGS for option in ("--config", setting)]
     where = ["--target", str(model_folder), "--corpus", str(corpus), "--held-out", str(same_held_out)]
     assert main(["train", *where, "--out", str(tmp_path / "out"), "--epochs", "1", *options]) == 0
@@ -283,6 +314,15 @@ def test_the_command_trains_and_writes_down_what_it_did(
     assert main(["train", *where, "--out", str(tmp_path / "out"), "--epochs", "1", *options]) == 1  # a run is there
     swapped = ["--target", str(model_folder), "--corpus", str(corpus), "--held-out", str(corpus)]
     assert main(["train", *swapped, "--out", str(tmp_path / "other"), "--epochs", "1", *options]) == 1
+
+
+def test_a_baseline_needs_a_corpus_with_whole_prompts(model_folder: Path, target: Target, tmp_path: Path) -> None:
+    writer = CorpusWriter(tmp_path / "corpus", facts_of(target, is_held_out=False))
+    writer.add(answer(target, 0, 0)[0])
+    writer.close()
+    run = trainer(model_folder, tmp_path / "corpus", tmp_path / "out", "kind=dspark")
+    with pytest.raises(ConfigError, match="--contexts"):
+        run.run(say=silent)
 
 
 def test_a_run_with_other_options_or_of_another_corpus_is_not_resumed(

@@ -6,15 +6,36 @@ hidden states of the row before y_j.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from dlite_agent.engine.sampling import derived_seed
 from dlite_agent.errors import ConfigError
+from dlite_agent.train.contexts import ContextReader
 from dlite_agent.train.shards import Shard, read_manifest, read_shard
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A prompt with its answer, for drafters that read it all.
+
+    Attributes:
+        ids: `[n]`, the tokens.
+        features: `[n - 1, S, d]` bf16, of all rows but the last token's; what a drafter does not read may lack.
+        positions: Of the anchors, ascending.
+    """
+
+    ids: torch.Tensor
+    features: torch.Tensor
+    positions: torch.Tensor
+
+    def to(self, device: torch.device) -> Text:
+        """Return the text on a device."""
+        return Text(self.ids.to(device), self.features.to(device), self.positions.to(device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +50,7 @@ class Batch:
         top_ids: `[B, K, 16]`, its likeliest tokens.
         top_logprobs: `[B, K, 16]`, and their log-probabilities.
         is_there: `[B, K]`, false behind the answer's end, where the rest holds anything.
+        texts: Where the anchors stand, those of each text together; empty if nobody reads them.
     """
 
     pivot: torch.Tensor
@@ -38,13 +60,17 @@ class Batch:
     top_ids: torch.Tensor
     top_logprobs: torch.Tensor
     is_there: torch.Tensor
+    texts: tuple[Text, ...] = ()
 
     def __len__(self) -> int:
         return len(self.pivot)
 
     def to(self, device: torch.device) -> Batch:
         """Return the batch on a device."""
-        return Batch(*(getattr(self, name).to(device, non_blocking=True) for name in self.__slots__))
+        tensors = {
+            f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(self) if f.name != "texts"
+        }
+        return Batch(**tensors, texts=tuple(text.to(device) for text in self.texts))
 
 
 @dataclass(slots=True)
@@ -66,6 +92,8 @@ class AnchorTable:
         begins = torch.cat([shard.offsets[:-1] + start for shard, start in zip(shards, starts, strict=False)])
         ends = torch.cat([shard.offsets[1:] + start for shard, start in zip(shards, starts, strict=False)])
         tails = torch.cat([shard.facts["prompt_tail"] for shard in shards])
+        self._keys = torch.cat([shard.facts["prompt_key"] for shard in shards]).tolist()
+        self._bounds = list(zip(begins.tolist(), ends.tolist(), strict=True))
         counts = (ends - begins - 1).clamp(min=0)  # nothing is drafted behind an answer's last token
         self._counts = counts
         answer = torch.repeat_interleave(torch.arange(len(begins)), counts)
@@ -81,6 +109,32 @@ class AnchorTable:
     def places(self) -> tuple[list[int], list[int]]:
         """Return the index of each answer's first anchor, and how many it has."""
         return (self._counts.cumsum(0) - self._counts).tolist(), self._counts.tolist()
+
+    def gather_answers(
+        self, answers: Sequence[int], *, num_drafts: int, reader: ContextReader | None, has_features: bool = True
+    ) -> Batch:
+        """Return all anchors of some answers, with their texts if there is a reader of contexts.
+
+        Raises:
+            ConfigError: If a prompt is not there.
+        """
+        starts, counts = self.places()
+        indices = torch.cat([torch.arange(starts[i], starts[i] + counts[i]) for i in answers])
+        batch = self.gather(indices, num_drafts=num_drafts)
+        if reader is None:
+            return batch
+        return replace(batch, texts=tuple(self._text(i, counts[i], reader, has_features=has_features) for i in answers))
+
+    def _text(self, answer: int, count: int, reader: ContextReader, *, has_features: bool) -> Text:
+        key, (begin, end) = self._keys[answer], self._bounds[answer]
+        if key not in reader:
+            raise ConfigError("the corpus lacks a prompt of its answers; build it with `dlite-agent corpus --contexts`")
+        prompt = reader.ids(key)
+        features = self._rows["features"][:0]
+        if has_features:  # the answer's first row is the prompt's last one
+            features = torch.cat([reader.features(key), self._rows["features"][begin + 1 : end]])
+        ids = torch.cat([prompt, self._rows["tokens"][begin:end]]).long()
+        return Text(ids, features, torch.arange(len(prompt), len(prompt) + count))
 
     def gather(self, indices: torch.Tensor, *, num_drafts: int) -> Batch:
         """Return the anchors at `indices [B]`."""
@@ -106,8 +160,30 @@ class AnchorStream:
     """
 
     def __init__(
-        self, paths: Sequence[Path], *, batch_size: int, num_drafts: int, num_resident: int, seed: int
+        self,
+        paths: Sequence[Path],
+        *,
+        batch_size: int,
+        num_drafts: int,
+        num_resident: int,
+        seed: int,
+        reader: ContextReader | None = None,
+        has_features: bool = True,
     ) -> None:
+        """Read a corpus.
+
+        Args:
+            paths: Its shards.
+            batch_size: Anchors in a batch; with texts a batch holds whole answers, at least so many anchors.
+            num_drafts: K.
+            num_resident: Shards in memory at once.
+            seed: Of the order.
+            reader: Where the prompts are, for batches with texts.
+            has_features: Whether the texts need their features.
+
+        Raises:
+            ConfigError: If there is nothing to read.
+        """
         if not paths:
             raise ConfigError("the corpus holds no answers; build it first with `dlite-agent corpus`")
         self._paths = list(paths)
@@ -115,6 +191,8 @@ class AnchorStream:
         self._num_drafts = num_drafts
         self._num_resident = num_resident
         self._seed = seed
+        self._reader = reader
+        self._has_features = has_features
 
     def batches(self, position: Position) -> Iterator[Batch]:
         """Yield batches from a position on; `position` is moved to the batch after the one yielded before it is."""
@@ -132,12 +210,33 @@ class AnchorStream:
 
     def _group(self, paths: Sequence[Path], position: Position) -> Iterator[Batch]:
         table = AnchorTable([read_shard(path) for path in paths])
-        order = torch.randperm(len(table), generator=self._generator(position.epoch, position.group + 1))
-        chunks = torch.split(order, self._batch_size)
+        generator = self._generator(position.epoch, position.group + 1)
+        chunks = self._mixed(table, generator) if self._reader is None else self._whole_answers(table, generator)
         while position.batch < len(chunks):
             chunk = chunks[position.batch]
             position.batch += 1
-            yield table.gather(chunk, num_drafts=self._num_drafts)
+            yield chunk()
+
+    def _mixed(self, table: AnchorTable, generator: torch.Generator) -> list[Callable[[], Batch]]:
+        chunks = torch.split(torch.randperm(len(table), generator=generator), self._batch_size)
+        return [partial(table.gather, chunk, num_drafts=self._num_drafts) for chunk in chunks]
+
+    def _whole_answers(self, table: AnchorTable, generator: torch.Generator) -> list[Callable[[], Batch]]:
+        _, counts = table.places()
+        chunks: list[list[int]] = []
+        room = 0
+        for answer in torch.randperm(len(counts), generator=generator).tolist():
+            if not counts[answer]:
+                continue
+            if room <= 0:
+                chunks.append([])
+                room = self._batch_size
+            chunks[-1].append(answer)
+            room -= counts[answer]
+        gather = partial(
+            table.gather_answers, num_drafts=self._num_drafts, reader=self._reader, has_features=self._has_features
+        )
+        return [partial(gather, chunk) for chunk in chunks]
 
     def _generator(self, epoch: int, purpose: int) -> torch.Generator:
         return torch.Generator().manual_seed(derived_seed(self._seed, f"epoch {epoch}", purpose))

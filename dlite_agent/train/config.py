@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from dlite_agent.drafters.dlite import AGENT_V1, DLiteConfig
+from dlite_agent.drafters.history import KINDS, HistoryConfig
 from dlite_agent.errors import ConfigError
 
 
@@ -15,6 +16,7 @@ class TrainConfig:
     """Options of a run; every one can be set as `--config name=value`.
 
     Attributes:
+        kind: "dlite", or a baseline: "dspark" or "independent".
         num_drafts: K, tokens per draft.
         group: G, anchor tokens.
         num_layers: Layers of the drafter.
@@ -43,6 +45,7 @@ class TrainConfig:
         seed: Of weights, order and sampling.
     """
 
+    kind: str = "dlite"
     num_drafts: int = 7
     group: int = 2
     num_layers: int = 2
@@ -70,6 +73,8 @@ class TrainConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if self.kind not in ("dlite", *KINDS):
+            raise ConfigError(f"kind is {self.kind!r}; expected dlite, {', '.join(KINDS)}")
         for name in ("batch_size", "num_resident", "num_drafts", "draft_vocab_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; expected at least 1")
@@ -96,38 +101,46 @@ class TrainConfig:
             values[name] = _read(name, text, kinds[name])
         return cls(**values)
 
-    def drafter(
+    def shape(
         self, *, hidden_size: int, vocab_size: int, num_target_layers: int, layer_ids: Sequence[int]
-    ) -> DLiteConfig:
+    ) -> DLiteConfig | HistoryConfig:
         """Return the shape of the drafter for a target."""
+        shared: dict[str, Any] = {
+            "hidden_size": hidden_size,
+            "intermediate_size": self.intermediate_size or round(hidden_size * 8 / 3 / 64) * 64 or 64,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "vocab_size": vocab_size,
+            "num_target_layers": num_target_layers,
+            "target_layer_ids": tuple(layer_ids),
+            "draft_vocab_size": min(self.draft_vocab_size, vocab_size),
+        }
+        if self.kind == "dspark":
+            return HistoryConfig(**shared, kind="dspark", num_drafts=self.num_drafts, rank=self.rank)
+        if self.kind == "independent":
+            shared["target_layer_ids"] = ()
+            return HistoryConfig(**shared, kind="independent", num_drafts=self.num_drafts, rank=0)
         return DLiteConfig(
-            hidden_size=hidden_size,
-            intermediate_size=self.intermediate_size or round(hidden_size * 8 / 3 / 64) * 64 or 64,
-            num_hidden_layers=self.num_layers,
-            num_attention_heads=self.num_heads,
-            num_key_value_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            vocab_size=vocab_size,
-            num_target_layers=num_target_layers,
-            target_layer_ids=tuple(layer_ids),
+            **shared,
             block_size=self.num_drafts + 1,
             anchor_group_size=self.group,
             sequential_rank=self.rank,
             mask_token_id=0,
             rope_theta=10_000.0,
             version=AGENT_V1,
-            draft_vocab_size=min(self.draft_vocab_size, vocab_size),
             has_confidence=self.has_confidence,
             has_mask_embedding=self.has_mask_embedding,
         )
 
 
-def _read(name: str, text: str, kind: type) -> bool | int | float:
+def _read(name: str, text: str, kind: type) -> bool | int | float | str:
     try:
         if kind is bool:
             return {"true": True, "false": False, "1": True, "0": False}[text.lower()]
-        number: int | float = kind(text)
-        return number
+        value: int | float | str = kind(text)
+        return value
     except (KeyError, ValueError) as error:
         raise ConfigError(
             f"{name} is {text!r}; expected {'true or false' if kind is bool else kind.__name__}"

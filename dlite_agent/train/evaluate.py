@@ -12,11 +12,10 @@ from pathlib import Path
 
 import torch
 
-from dlite_agent.drafters.dlite import DLiteModel
 from dlite_agent.train.anchors import AnchorTable
-from dlite_agent.train.shards import Shard, read_shard
-
-_BATCH = 256
+from dlite_agent.train.contexts import ContextReader
+from dlite_agent.train.shards import read_shard
+from dlite_agent.train.students import Student
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,28 +34,40 @@ class HeldOut:
     num_steps: int
 
 
+@torch.no_grad()
 def held_out_tau(
-    model: DLiteModel, embedding: torch.Tensor, paths: Sequence[Path], *, max_answers: int | None = None
+    student: Student,
+    paths: Sequence[Path],
+    *,
+    device: torch.device | None = None,
+    reader: ContextReader | None = None,
+    max_answers: int | None = None,
 ) -> HeldOut:
     """Replay the greedy answers of some shards.
 
     Args:
-        model: Drafts, greedily.
-        embedding: The target's, `[vocab, d]`, where the model is.
+        student: Drafts, greedily.
         paths: Shards of a held-out corpus.
+        device: Where the student is; by default the CPU.
+        reader: Where the prompts are, if it reads them.
         max_answers: The first so many answers only.
     """
-    tally = _Tally(model.config.num_drafts)
-    was_training = model.training
-    model.eval()
+    tally = _Tally(student.num_drafts)
+    was_training = student.model.training
+    student.model.eval()
     for path in paths:
         if max_answers is not None and tally.num_answers >= max_answers:
             break
         shard = read_shard(path)
+        table = AnchorTable([shard])
         limit = len(shard) if max_answers is None else max_answers - tally.num_answers
         greedy = [index for index in range(len(shard)) if shard.facts["sample"][index] == 0][:limit]
-        _replay(model, embedding, shard, greedy, tally)
-    model.train(was_training)
+        for index in greedy:
+            if len(shard.answer(index).tokens) > 1:
+                batch = table.gather_answers([index], num_drafts=student.num_drafts, reader=reader)
+                batch = batch.to(device or torch.device("cpu"))
+                tally.walk(((student.greedy(batch) == batch.tokens) & batch.is_there).tolist())
+    student.model.train(was_training)
     return tally.sum_up()
 
 
@@ -87,20 +98,3 @@ class _Tally:
     def sum_up(self) -> HeldOut:
         rates = tuple(a / r if r else 0.0 for a, r in zip(self.accepted, self.reached, strict=True))
         return HeldOut(self.num_tokens / self.num_steps if self.num_steps else 0.0, rates, self.num_steps)
-
-
-@torch.no_grad()
-def _replay(model: DLiteModel, embedding: torch.Tensor, shard: Shard, answers: Sequence[int], tally: _Tally) -> None:
-    table, config = AnchorTable([shard]), model.config
-    starts, counts = table.places()
-    for index in answers:
-        if not counts[index]:
-            continue
-        matches: list[list[bool]] = []
-        places = torch.arange(starts[index], starts[index] + counts[index])
-        for chunk in torch.split(places, _BATCH):
-            batch = table.gather(chunk, num_drafts=config.num_drafts).to(embedding.device)
-            anchors = batch.anchors[:, -config.anchor_group_size :]
-            drafts, _ = model.greedy(batch.pivot, anchors, embedding, num_tokens=config.num_drafts)
-            matches += ((drafts == batch.tokens) & batch.is_there).tolist()
-        tally.walk(matches)

@@ -23,17 +23,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from dlite_agent.drafters import checkpoint
-from dlite_agent.drafters.dlite import DLiteConfig, DLiteModel
 from dlite_agent.errors import ConfigError
 from dlite_agent.train.anchors import AnchorStream, Batch, Position
 from dlite_agent.train.config import TrainConfig
+from dlite_agent.train.contexts import ContextReader
 from dlite_agent.train.evaluate import HeldOut, held_out_tau
 from dlite_agent.train.losses import Losses, losses
 from dlite_agent.train.options import Plan, RunOptions
+from dlite_agent.train.students import Student
 
 CHECKPOINT = "checkpoint.pt"
-_INIT_STD = 0.02
 _LONGEST_STEP_S = 300.0  # a process that was stopped for an hour has not used an hour of its budget
 
 
@@ -45,49 +44,26 @@ def learning_rate(progress: float, config: TrainConfig) -> float:
     return config.learning_rate * (config.final_rate + (1 - config.final_rate) * 0.5 * (1 + math.cos(angle)))
 
 
-def new_drafter(shape: DLiteConfig, *, draft_to_target: torch.Tensor, embedding: torch.Tensor, seed: int) -> DLiteModel:
-    """Make a drafter with fresh weights.
-
-    Args:
-        shape: Its shape.
-        draft_to_target: `[V_d]` int32, ascending.
-        embedding: `[vocab, d]`, the target's; a learned mask begins as its mean.
-        seed: Names the weights.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    model = DLiteModel(shape)
-    for module in model.modules():
-        if isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.normal_(module.weight, std=_INIT_STD, generator=generator)
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            nn.init.zeros_(module.bias)
-    with torch.no_grad():
-        model.draft_to_target.copy_(draft_to_target)
-        if shape.has_mask_embedding:
-            model.mask_embedding.copy_(embedding.mean(dim=0))
-    return model
-
-
 @dataclass
 class Trainer:
     """A drafter in training.
 
     Attributes:
-        model: The drafter, on the device where it is trained.
-        embedding: The target's, `[vocab, d]`, frozen, there too.
+        student: The drafter, on the device where it is trained.
         stream: Where batches come from.
         options: What was asked for; `options.out` is the folder for what the module's docstring lists.
         held_out: Shards of the held-out corpus; empty for none.
+        held_out_reader: Where its prompts are, for a student that reads them.
         facts: What training.json says besides.
     """
 
-    model: DLiteModel
-    embedding: torch.Tensor
+    student: Student
     stream: AnchorStream
     config: TrainConfig
     plan: Plan
     options: RunOptions
     held_out: Sequence[Path] = ()
+    held_out_reader: ContextReader | None = None
     facts: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -98,15 +74,15 @@ class Trainer:
         self._position = Position()
         self._generator = torch.Generator().manual_seed(config.seed)
         self._optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay
+            self.student.model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay
         )
-        self._window = _Window(config.num_drafts)
+        self._window = _Window(self.student.num_taught)
         self._last_saved = 0.0
 
     @property
     def device(self) -> torch.device:
         """Where the drafter is."""
-        return self.model.norm.weight.device
+        return self.student.draft_to_target.device
 
     @property
     def progress(self) -> float:
@@ -139,29 +115,26 @@ class Trainer:
             result = self._losses(batch)
         self._optimizer.zero_grad(set_to_none=True)
         result.total.backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
+        nn.utils.clip_grad_norm_(self.student.model.parameters(), self.config.clip)
         self._optimizer.step()
         self.step += 1
         return result
 
     def _losses(self, batch: Batch) -> Losses:
-        model, head = self.model, self.model.sequential_head
-        anchors = batch.anchors[:, -self.config.group :]
-        hidden = model.hidden(batch.pivot, anchors, self.embedding)
-        states = model.states(anchors, self._previous(batch, anchors, hidden), self.embedding)
-        logits = head.logits(states, hidden)
-        confidence = head.confidence_logits(states.detach(), hidden.detach()) if self.config.has_confidence else None
-        return losses(logits, confidence, batch, draft_to_target=model.draft_to_target, config=self.config)
+        hidden = self.student.hidden(batch)
+        logits, confidence = self.student.logits(hidden, batch, self._drafted(batch, hidden))
+        confidence = confidence if self.config.has_confidence else None
+        return losses(logits, confidence, batch, draft_to_target=self.student.draft_to_target, config=self.config)
 
     @torch.no_grad()
-    def _previous(self, batch: Batch, anchors: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the previous tokens to teach with: what was written, late in the run sometimes the head's own."""
+    def _drafted(self, batch: Batch, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the drafted tokens to teach with: what was written, late in the run sometimes the head's own."""
         share = self.config.scheduled_sampling * max(0.0, 2 * self.progress - 1)
         if not share:
             return batch.tokens
-        logits = self.model.forced(hidden, anchors, batch.tokens, self.embedding)
+        logits, _ = self.student.logits(hidden, batch, batch.tokens)
         is_own = torch.rand(batch.tokens.shape, generator=self._generator).to(self.device) < share
-        return torch.where(is_own, self.model.to_target(logits.argmax(dim=-1)), batch.tokens)
+        return torch.where(is_own, self.student.draft_to_target[logits.argmax(dim=-1)].long(), batch.tokens)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast("cuda", dtype=torch.bfloat16) if self.device.type == "cuda" else nullcontext()
@@ -170,7 +143,13 @@ class Trainer:
         """Write a line of the log; keep the drafter if it is the best so far."""
         held_out = None
         if self.held_out:
-            held_out = held_out_tau(self.model, self.embedding, self.held_out, max_answers=self.options.max_held_out)
+            held_out = held_out_tau(
+                self.student,
+                self.held_out,
+                device=self.device,
+                reader=self.held_out_reader,
+                max_answers=self.options.max_held_out,
+            )
         if held_out is None or held_out.tau > self.best_tau:
             self.best_tau = held_out.tau if held_out else self.best_tau
             self._keep()
@@ -180,7 +159,7 @@ class Trainer:
             "seconds": round(self.seconds, 1),
             "learning_rate": learning_rate(self.progress, self.config),
             **self._window.take(),
-            **_held_out_fields(held_out, self.config.num_drafts),
+            **_held_out_fields(held_out, self.student.num_drafts),
         }
         _append_row(self.options.out / "log.csv", row)
         shown = ("step", "loss", "ce", "tv", "accuracy_1", "held_out_tau", "anchors_per_s")
@@ -190,7 +169,7 @@ class Trainer:
         """Write the drafter, each file under another name first."""
         partial = self.options.out / "partial"
         names = self.facts.get("target_names", ())
-        checkpoint.save(self.model, partial, dtype=torch.bfloat16, target_names=names)
+        self.student.write(partial, target_names=names)
         for path in partial.iterdir():
             path.replace(self.options.out / path.name)
         partial.rmdir()
@@ -201,7 +180,7 @@ class Trainer:
         content = {
             "config": asdict(self.config),
             "corpus": self.facts.get("corpus"),
-            "model": self.model.state_dict(),
+            "model": self.student.model.state_dict(),
             "optimizer": self._optimizer.state_dict(),
             "generator": self._generator.get_state(),
             "position": asdict(self._position),
@@ -224,7 +203,7 @@ class Trainer:
         for name, wanted in (("config", asdict(self.config)), ("corpus", self.facts.get("corpus"))):
             if content[name] != wanted:
                 raise ConfigError(f"{self.options.out} was trained with {name} {content[name]}, asked for was {wanted}")
-        self.model.load_state_dict(content["model"])
+        self.student.model.load_state_dict(content["model"])
         self._optimizer.load_state_dict(content["optimizer"])
         self._generator.set_state(content["generator"].cpu())
         self._position = Position(**content["position"])

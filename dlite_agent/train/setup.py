@@ -12,17 +12,20 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from dlite_agent.config import Settings
-from dlite_agent.drafters.dlite import DLiteModel
+from dlite_agent.drafters.baselines import new_model
+from dlite_agent.drafters.dlite import DLiteConfig, DLiteModel
+from dlite_agent.drafters.dspark import DSparkModel
+from dlite_agent.drafters.independent import IndependentModel
 from dlite_agent.errors import ConfigError, CorruptModelError
 from dlite_agent.models import REGISTRY, resolve
 from dlite_agent.provenance import source_commit
 from dlite_agent.train.anchors import AnchorStream, frequent_tokens, num_anchors
 from dlite_agent.train.config import TrainConfig
-from dlite_agent.train.loop import CHECKPOINT, Trainer, new_drafter, read_checkpoint
+from dlite_agent.train.contexts import ContextReader
+from dlite_agent.train.loop import CHECKPOINT, Trainer, read_checkpoint
 from dlite_agent.train.options import Plan, RunOptions
-from dlite_agent.train.shards import read_about, read_manifest, shard_paths
-
-_EMBEDDING = "embed_tokens.weight"
+from dlite_agent.train.shards import context_paths, read_about, read_manifest, shard_paths
+from dlite_agent.train.students import DLiteStudent, DSparkStudent, IndependentStudent, Student, start_afresh
 
 
 def prepare(options: RunOptions, settings: Settings) -> Trainer:
@@ -42,15 +45,16 @@ def prepare(options: RunOptions, settings: Settings) -> Trainer:
     elif (options.out / CHECKPOINT).exists():
         raise ConfigError(f"{options.out} holds a run; go on with --resume, or take another folder")
     paths = shard_paths(options.corpus)[:num_shards]
-    embedding = read_embedding(resolve(options.target, settings=settings)).to(options.device)
+    student = _student(config, corpus, paths, resolve(options.target, settings=settings), options.device)
+    held_out = _held_out(options, corpus)
     trainer = Trainer(
-        model=_drafter(config, corpus, paths, embedding),
-        embedding=embedding,
-        stream=_stream(config, paths),
+        student=student,
+        stream=_stream(config, options.corpus, paths, student),
         config=config,
         plan=_plan(options, config, len(paths)),
         options=options,
-        held_out=_held_out(options, corpus),
+        held_out=held_out,
+        held_out_reader=_reader(options.held_out, student) if options.held_out else None,
         facts=_facts(options, corpus, len(paths)),
     )
     if options.is_resumed:
@@ -64,20 +68,31 @@ def read_embedding(folder: Path) -> torch.Tensor:
     Raises:
         CorruptModelError: If no weight file holds one.
     """
+    embedding = _read_tensor(folder, "embed_tokens.weight")
+    if embedding is None:
+        raise CorruptModelError(f"no *.safetensors of {folder} holds a tensor named ...embed_tokens.weight")
+    return embedding
+
+
+def _read_tensor(folder: Path, ending: str) -> torch.Tensor | None:
     for path in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(path, "pt") as file:
-                names = [name for name in file.keys() if name.endswith(_EMBEDDING)]  # noqa: SIM118
+                names = [name for name in file.keys() if name.endswith(ending)]  # noqa: SIM118
                 if names:
-                    embedding: torch.Tensor = file.get_tensor(names[0]).float()
-                    return embedding
+                    tensor: torch.Tensor = file.get_tensor(names[0]).float()
+                    return tensor
         except SafetensorError as error:
             raise CorruptModelError(f"{path} cannot be read ({error}); pull the model again") from error
-    raise CorruptModelError(f"no *.safetensors of {folder} holds a tensor named ...{_EMBEDDING}")
+    return None
 
 
-def _drafter(config: TrainConfig, corpus: dict[str, Any], paths: list[Path], embedding: torch.Tensor) -> DLiteModel:
-    shape = config.drafter(
+def _student(
+    config: TrainConfig, corpus: dict[str, Any], paths: list[Path], folder: Path, device: str
+) -> DLiteStudent | DSparkStudent | IndependentStudent:
+    """Return a drafter with fresh weights, on its device."""
+    embedding = read_embedding(folder)
+    shape = config.shape(
         hidden_size=corpus["hidden_size"],
         vocab_size=corpus["vocab_size"],
         num_target_layers=corpus["num_target_layers"],
@@ -88,18 +103,34 @@ def _drafter(config: TrainConfig, corpus: dict[str, Any], paths: list[Path], emb
             f"the target's embedding is {list(embedding.shape)}, the corpus was made by a target with "
             f"{[shape.vocab_size, shape.hidden_size]}; name the target that wrote it"
         )
+    model = DLiteModel(shape) if isinstance(shape, DLiteConfig) else new_model(shape)
     vocabulary = frequent_tokens(paths, count=shape.draft_vocab_size, vocab_size=shape.vocab_size)
-    model = new_drafter(shape, draft_to_target=vocabulary, embedding=embedding.cpu(), seed=config.seed)
-    return model.to(embedding.device)
+    start_afresh(model, draft_to_target=vocabulary, mask=embedding.mean(dim=0), seed=config.seed)
+    model, embedding = model.to(device), embedding.to(device)
+    if isinstance(model, DLiteModel):
+        return DLiteStudent(model, embedding)
+    tensor = _read_tensor(folder, "lm_head.weight")
+    head = embedding if tensor is None else tensor.to(device)
+    if isinstance(model, DSparkModel):
+        return DSparkStudent(model, embedding, head)
+    assert isinstance(model, IndependentModel)
+    return IndependentStudent(model, embedding, head)
 
 
-def _stream(config: TrainConfig, paths: list[Path]) -> AnchorStream:
+def _reader(folder: Path, student: Student) -> ContextReader | None:
+    """Return where the prompts of a corpus are, if they are read."""
+    return ContextReader(context_paths(folder)) if student.reads_history else None
+
+
+def _stream(config: TrainConfig, folder: Path, paths: list[Path], student: Student) -> AnchorStream:
     return AnchorStream(
         paths,
         batch_size=config.batch_size,
-        num_drafts=config.num_drafts,
+        num_drafts=student.num_taught,
         num_resident=config.num_resident,
         seed=config.seed,
+        reader=_reader(folder, student),
+        has_features=config.kind == "dspark",
     )
 
 

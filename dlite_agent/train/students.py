@@ -1,0 +1,247 @@
+"""What the trainer knows of a drafter: hidden states, logits behind given tokens, drafts, and how to write it down."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from dlite_agent.drafters import baselines, checkpoint
+from dlite_agent.drafters.dlite import DLiteModel
+from dlite_agent.drafters.dspark import DSparkModel
+from dlite_agent.drafters.history import FixedRows, HistoryModel, head_logits
+from dlite_agent.drafters.independent import IndependentModel
+from dlite_agent.train.anchors import Batch
+
+_INIT_STD = 0.02
+
+
+class Student(Protocol):
+    """A drafter in training; B anchors at a time, K drafts behind each.
+
+    Attributes:
+        num_drafts: Tokens that it drafts at most.
+        num_taught: K, the drafts behind an anchor that it is taught; 1 if all it learns is what comes next.
+        reads_history: Whether batches must have the whole texts.
+    """
+
+    num_drafts: int
+    num_taught: int
+    reads_history: bool
+
+    @property
+    def model(self) -> nn.Module:
+        """What is trained."""
+        ...
+
+    @property
+    def draft_to_target(self) -> torch.Tensor:
+        """The ids that it can write, `[V_d]` int32, ascending."""
+        ...
+
+    def hidden(self, batch: Batch) -> torch.Tensor:
+        """Return `[B, K, d]`."""
+        ...
+
+    def logits(
+        self, hidden: torch.Tensor, batch: Batch, drafted: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return logits `[B, K, V_d]`, and of the confidence `[B, K]`, when `drafted [B, K]` is what is drafted.
+
+        The last of the drafted tokens is not looked at; the confidence teaches nothing but its own head.
+        """
+        ...
+
+    def greedy(self, batch: Batch) -> torch.Tensor:
+        """Return greedy drafts `[B, num_drafts]`."""
+        ...
+
+    def write(self, folder: Path, *, target_names: Sequence[str]) -> None:
+        """Write the drafter as a checkpoint, bf16."""
+        ...
+
+
+def _behind(batch: Batch, drafted: torch.Tensor) -> torch.Tensor:
+    """Return the token before each draft, `[B, K]`."""
+    return torch.cat([batch.anchors[:, -1:], drafted[:, :-1]], dim=1)
+
+
+def start_afresh(
+    model: DLiteModel | HistoryModel, *, draft_to_target: torch.Tensor, mask: torch.Tensor, seed: int
+) -> None:
+    """Give a model fresh weights.
+
+    Args:
+        model: Changed in place.
+        draft_to_target: `[V_d]` int32, ascending.
+        mask: `[d]`, what a learned mask begins as.
+        seed: Names the weights.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=_INIT_STD, generator=generator)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+    with torch.no_grad():
+        model.draft_to_target.copy_(draft_to_target)
+        for name, parameter in model.named_parameters():
+            if name == "mask_embedding":
+                parameter.copy_(mask)
+
+
+class DLiteStudent:
+    """DLite: the pivot is all it sees."""
+
+    reads_history = False
+
+    def __init__(self, model: DLiteModel, embedding: torch.Tensor) -> None:
+        """Teach a model that drafts with a target's `embedding [vocab, d]`."""
+        self.model = model
+        self.embedding = embedding
+        self.num_drafts = self.num_taught = model.config.num_drafts
+
+    @property
+    def draft_to_target(self) -> torch.Tensor:
+        """The ids that it can write."""
+        return self.model.draft_to_target
+
+    def hidden(self, batch: Batch) -> torch.Tensor:
+        """Return the block's hidden states."""
+        return self.model.hidden(batch.pivot, self._anchors(batch), self.embedding)
+
+    def logits(
+        self, hidden: torch.Tensor, batch: Batch, drafted: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run the sequential head over given tokens."""
+        head = self.model.sequential_head
+        states = self.model.states(self._anchors(batch), drafted, self.embedding)
+        confidence = None
+        if self.model.config.has_confidence:
+            confidence = head.confidence_logits(states.detach(), hidden.detach())
+        return head.logits(states, hidden), confidence
+
+    def greedy(self, batch: Batch) -> torch.Tensor:
+        """Draft as decoding does."""
+        anchors = self._anchors(batch)
+        return self.model.greedy(batch.pivot, anchors, self.embedding, num_tokens=self.num_drafts)[0]
+
+    def write(self, folder: Path, *, target_names: Sequence[str]) -> None:
+        """Write a `dlite_agent_v1` checkpoint."""
+        checkpoint.save(self.model, folder, dtype=torch.bfloat16, target_names=target_names)
+
+    def _anchors(self, batch: Batch) -> torch.Tensor:
+        return batch.anchors[:, -self.model.config.anchor_group_size :]
+
+
+class DSparkStudent:
+    """DSpark: it sees the features of all rows before the anchor."""
+
+    reads_history = True
+
+    def __init__(self, model: DSparkModel, embedding: torch.Tensor, head: torch.Tensor) -> None:
+        """Teach a model that drafts with a target's `embedding [vocab, d]` and output rows `head [vocab, d]`."""
+        self.model = model
+        self.embedding = embedding
+        self.head = head[model.draft_to_target.long()]
+        self.num_drafts = self.num_taught = model.config.num_drafts
+
+    @property
+    def draft_to_target(self) -> torch.Tensor:
+        """The ids that it can write."""
+        return self.model.draft_to_target
+
+    def hidden(self, batch: Batch) -> torch.Tensor:
+        """Return the blocks' hidden states, text by text."""
+        anchors = torch.split(batch.anchors[:, -1], [len(text.positions) for text in batch.texts])
+        each = []
+        for text, tokens in zip(batch.texts, anchors, strict=True):
+            before = FixedRows(self.model.read(text.features.float(), start=0))
+            each.append(self.model.hidden(tokens, text.positions, before, self.embedding))
+        return torch.cat(each)
+
+    def logits(
+        self, hidden: torch.Tensor, batch: Batch, drafted: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Add the Markov term of given tokens."""
+        previous = self.model.previous(_behind(batch, drafted), self.embedding)
+        confidence = self.model.confidence_logits(hidden.detach(), previous.detach())
+        return self.model.logits(hidden, previous, self.head), confidence
+
+    def greedy(self, batch: Batch) -> torch.Tensor:
+        """Draft as decoding does."""
+        hidden = self.hidden(batch)
+        base, tokens = head_logits(hidden, self.head), [batch.anchors[:, -1]]
+        for k in range(self.num_drafts):
+            previous = self.model.previous(tokens[-1], self.embedding)
+            tokens.append(_ids(base[:, k] + self.model.markov_proj(previous), self.draft_to_target))
+        return torch.stack(tokens[1:], dim=1)
+
+    def write(self, folder: Path, *, target_names: Sequence[str]) -> None:
+        """Write a baseline's checkpoint."""
+        baselines.save(self.model, folder, dtype=torch.bfloat16, target_names=target_names)
+
+
+class IndependentStudent:
+    """The independent language model: it sees the tokens of the text, and learns what the target says next."""
+
+    reads_history = True
+    num_taught = 1
+
+    def __init__(self, model: IndependentModel, embedding: torch.Tensor, head: torch.Tensor) -> None:
+        """Teach a model between a target's `embedding [vocab, d]` and output rows `head [vocab, d]`."""
+        self.model = model
+        self.embedding = embedding
+        self.head = head[model.draft_to_target.long()]
+        self.num_drafts = model.config.num_drafts
+
+    @property
+    def draft_to_target(self) -> torch.Tensor:
+        """The ids that it can write."""
+        return self.model.draft_to_target
+
+    def hidden(self, batch: Batch) -> torch.Tensor:
+        """Return the hidden states of the anchors' own rows, `[B, 1, d]`."""
+        each = []
+        for text in batch.texts:
+            ids = text.ids[: int(text.positions.max()) + 1]
+            hidden, _ = self.model.read(ids, start=0, before=self._nothing(), embedding=self.embedding)
+            each.append(hidden[text.positions])
+        return torch.cat(each).unsqueeze(1)
+
+    def logits(
+        self, hidden: torch.Tensor, batch: Batch, drafted: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Apply the target's output rows; it has no confidence but its own probabilities."""
+        return head_logits(hidden, self.head), None
+
+    def greedy(self, batch: Batch) -> torch.Tensor:
+        """Draft token by token behind all anchors of a text at once."""
+        anchors = torch.split(batch.anchors[:, -1], [len(text.positions) for text in batch.texts])
+        each = []
+        for text, tokens in zip(batch.texts, anchors, strict=True):
+            rows = self.model.read(text.ids, start=0, before=self._nothing(), embedding=self.embedding)[1]
+            drafts = tokens.unsqueeze(1)
+            for _ in range(self.num_drafts):
+                hidden = self.model.behind(drafts, text.positions, FixedRows(rows), self.embedding)
+                token = _ids(head_logits(hidden[:, -1], self.head), self.draft_to_target)
+                drafts = torch.cat([drafts, token.unsqueeze(1)], dim=1)
+            each.append(drafts[:, 1:])
+        return torch.cat(each)
+
+    def write(self, folder: Path, *, target_names: Sequence[str]) -> None:
+        """Write a baseline's checkpoint."""
+        baselines.save(self.model, folder, dtype=torch.bfloat16, target_names=target_names)
+
+    def _nothing(self) -> FixedRows:
+        config = self.model.config
+        empty = self.embedding.new_empty(1, config.num_key_value_heads, 0, config.head_dim)
+        return FixedRows([(empty, empty)] * config.num_hidden_layers)
+
+
+def _ids(logits: torch.Tensor, draft_to_target: torch.Tensor) -> torch.Tensor:
+    """Return the target's ids of the likeliest tokens."""
+    return draft_to_target[logits.argmax(dim=-1)].long()
