@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import os
 import signal
 import subprocess
@@ -21,7 +22,7 @@ from safetensors.torch import load_file
 
 from dlite_agent.cli import main
 from dlite_agent.config import Settings
-from dlite_agent.drafters.dlite import DLiteDrafter
+from dlite_agent.drafters.dlite import DLiteConfig, DLiteDrafter
 from dlite_agent.drafters.dspark import DSparkDrafter
 from dlite_agent.drafters.independent import IndependentDrafter
 from dlite_agent.drafters.loading import load_drafter
@@ -33,16 +34,17 @@ from dlite_agent.engine.state import TargetState
 from dlite_agent.engine.target import Target
 from dlite_agent.errors import ConfigError
 from dlite_agent.testing import write_tiny_chat_model
-from dlite_agent.train.anchors import AnchorStream, AnchorTable, Position, frequent_tokens
+from dlite_agent.train.anchors import AnchorStream, AnchorTable, Batch, Position, frequent_tokens
 from dlite_agent.train.config import TrainConfig
-from dlite_agent.train.contexts import NO_PARENT, Context, FeatureLog
+from dlite_agent.train.contexts import NO_PARENT, Context, ContextReader, FeatureLog
 from dlite_agent.train.corpus import RecordedDecoding
 from dlite_agent.train.evaluate import _Tally, held_out_tau
 from dlite_agent.train.loop import Trainer, learning_rate
 from dlite_agent.train.options import CorpusOptions, Plan, RunOptions
 from dlite_agent.train.setup import prepare
-from dlite_agent.train.shards import Answer, CorpusWriter, read_shard, shard_paths
+from dlite_agent.train.shards import Answer, CorpusWriter, context_paths, read_shard, shard_paths
 from dlite_agent.train.students import DLiteStudent, DSparkStudent, IndependentStudent, Student
+from dlite_agent.train.teacher import Teacher, divergence, teacher_weight, window_rows
 
 SETTINGS = (
     "num_layers=1",
@@ -358,3 +360,116 @@ def test_the_learning_rate_rises_then_falls_over_the_plan() -> None:
     assert Plan(num_steps=10, minutes=1.0).progress(step=5, seconds=45.0) == 0.75
     with pytest.raises(ConfigError, match="without an end"):
         Plan()
+
+
+def text_batch(corpus: Path, *, look_back: int | None) -> Batch:
+    table = AnchorTable([read_shard(shard_paths(corpus)[0])])
+    reader = ContextReader(context_paths(corpus))
+    return table.gather_answers([1, 0], num_drafts=4, reader=reader, look_back=look_back)
+
+
+def test_texts_are_prompts_and_answers_and_windows_the_rows_before_the_pivots(target: Target, corpus: Path) -> None:
+    whole, cut = (text_batch(corpus, look_back=n) for n in (None, 3))
+    shard = read_shard(shard_paths(corpus)[0])
+    windows, is_there = window_rows(whole, 4)
+    for text, number in zip(whole.texts, (1, 0), strict=True):
+        tokens = shard.answer(number).tokens.tolist()
+        ids = [*prompt(int(shard.facts["prompt_key"][number])), *tokens]
+        assert text.ids.tolist() == ids
+        assert text.positions.tolist() == list(range(6, 6 + len(tokens) - 1))
+        rows = target.forward(ids[:-1], target.new_cache(), num_features=len(ids) - 1).features
+        assert torch.allclose(text.features.float(), rows, rtol=2**-7, atol=1e-3)
+    row = 0
+    for text in whole.texts:
+        for position in text.positions.tolist():
+            assert torch.equal(whole.pivot[row], text.features[position - 1].float())
+            for offset in range(4):
+                at = position - 5 + offset
+                assert bool(is_there[row, offset]) == (at >= 0)
+                if at >= 0:
+                    assert torch.equal(windows[row, offset], text.features[at].float())
+            row += 1
+    assert row == len(whole)
+    assert cut.texts[0].first_row == 2
+    near, _ = window_rows(cut, 3)
+    assert torch.equal(near, windows[:, 1:])
+
+
+def test_a_teacher_sees_its_window_and_nothing_else(target: Target, corpus: Path) -> None:
+    shape = TrainConfig.parse([*SETTINGS, "num_drafts=4"]).shape(
+        hidden_size=target.hidden_size,
+        vocab_size=target.vocab_size,
+        num_target_layers=target.num_layers,
+        layer_ids=target.layer_ids,
+    )
+    assert isinstance(shape, DLiteConfig)
+    torch.manual_seed(0)
+    model = Teacher(shape, window=4)
+    batch = text_batch(corpus, look_back=4)
+    windows, is_there = window_rows(batch, 4)
+
+    def hidden(windows: torch.Tensor, is_there: torch.Tensor) -> torch.Tensor:
+        return model.hidden(batch.pivot, windows, is_there, batch.anchors, target.embedding)
+
+    with torch.no_grad():
+        first = hidden(windows, is_there)
+        for offset in range(4):
+            changed = windows.clone()
+            changed[:, offset] += 1
+            moved = (hidden(changed, is_there) - first).abs().amax(dim=(1, 2)) > 1e-6
+            assert torch.equal(moved, is_there[:, offset])
+        alone = model.net.hidden(batch.pivot, batch.anchors, target.embedding)
+        assert torch.allclose(hidden(windows, torch.zeros_like(is_there)), alone, atol=1e-6)
+
+
+def test_a_student_learns_from_its_teacher_first_head_frozen_and_then_from_the_target(
+    model_folder: Path, corpus: Path, tmp_path: Path
+) -> None:
+    taught = trainer(model_folder, corpus, tmp_path / "teacher", "kind=teacher", "window=3", epochs=20.0)
+    taught.run(say=silent)
+    assert {path.name for path in (tmp_path / "teacher").iterdir()} == {
+        "teacher.safetensors",
+        "training.json",
+        "log.csv",
+        "checkpoint.pt",
+    }
+    settings = ("distill=0.5", "transition=0.3", "scheduled_sampling=0")
+    options: dict[str, Any] = {"teacher": tmp_path / "teacher", "epochs": 20.0, "report_every": 10}
+    run = trainer(model_folder, corpus, tmp_path / "student", *settings, **options)
+    assert isinstance(run.student, DLiteStudent)
+    head = run.student.model.sequential_head
+    start = {name: tensor.clone() for name, tensor in head.state_dict().items()}
+    teachers = taught.student.model.get_submodule("net.sequential_head").state_dict()
+    assert all(torch.equal(start[name], teachers[name]) for name in start)
+    run.run(say=silent, should_stop=lambda: run.progress >= 0.45)
+    assert all(torch.equal(start[name], tensor) for name, tensor in head.state_dict().items())
+    gaps = [float(row["loss"]) for row in log_of(tmp_path / "student")]  # the divergence from the teacher alone
+    assert gaps[-1] < gaps[0] / 2
+    resumed = trainer(model_folder, corpus, tmp_path / "student", *settings, is_resumed=True, **options)
+    resumed.run(say=silent)
+    assert isinstance(resumed.student, DLiteStudent)
+    own = resumed.student.model.sequential_head.state_dict()
+    assert not any(torch.equal(start[name], tensor) for name, tensor in own.items())
+
+
+def test_the_teachers_weight_falls_along_a_cosine() -> None:
+    weights = [teacher_weight(p, distill=0.3, transition=0.2) for p in (0.0, 0.29, 0.3, 0.4, 0.5, 1.0)]
+    assert weights == pytest.approx([1, 1, 1, 0.5, 0, 0])
+    assert teacher_weight(0.0, distill=0.0, transition=0.0) == 0.0
+    p, q = torch.tensor([[[0.5, 0.25, 0.25]]]), torch.tensor([[[0.25, 0.25, 0.5]]])
+    expected = 0.5 * math.log(2) + 0.25 * math.log(0.5)
+    assert divergence(p.log(), q.log()).item() == pytest.approx(expected)
+    assert divergence(p.log(), p.log() + 3).item() == pytest.approx(0, abs=1e-6)
+
+
+def test_a_teacher_that_cannot_teach_is_refused(model_folder: Path, corpus: Path, tmp_path: Path) -> None:
+    trainer(model_folder, corpus, tmp_path / "plain", epochs=0.1).run(say=silent)
+    trainer(model_folder, corpus, tmp_path / "wide", "kind=teacher", "rank=16", epochs=0.1).run(say=silent)
+    for teacher, settings, problem in (
+        ("plain", (), "expected a teacher"),
+        ("nothing", (), "no training run"),
+        ("wide", (), "head of another shape"),
+        ("wide", ("kind=dspark",), "leave --teacher out"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            trainer(model_folder, corpus, tmp_path / "out", *settings, teacher=tmp_path / teacher)

@@ -94,11 +94,18 @@ class _Layer(nn.Module):
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def forward(self, block: torch.Tensor, context: torch.Tensor, rope: Rope, block_rope: Rope) -> torch.Tensor:
+    def forward(
+        self,
+        block: torch.Tensor,
+        context: torch.Tensor,
+        rope: Rope,
+        block_rope: Rope,
+        mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Let `block [B, T, d]` look at `context [B, S, d]` and at itself; `rope` is of all slots."""
         normed = self.input_layernorm(block)
         key, value = self.self_attn.keys_values(torch.cat([context, normed], dim=1), rope)
-        block = block + self.self_attn(normed, block_rope, key, value)
+        block = block + self.self_attn(normed, block_rope, key, value, mask)
         out: torch.Tensor = block + self.mlp(self.post_attention_layernorm(block))
         return out
 
@@ -199,13 +206,40 @@ class DLiteModel(nn.Module):
             anchors: `[B, G]`, the newest tokens, the anchor last.
             embedding: `[vocab, d]`, the target's.
         """
-        config, constants = self.config, self._constants_like(pivot)
-        context = self.context_norm(pivot + self.layer_depth_embedding(constants.layer_ids))
-        mask: torch.Tensor = self.mask_embedding if config.has_mask_embedding else embedding[config.mask_token_id]
-        masks = mask.to(context.dtype).expand(anchors.shape[0], config.num_drafts, config.hidden_size)
-        block = torch.cat([functional.embedding(anchors, embedding).to(context.dtype), masks], dim=1)
+        constants = self._constants_like(pivot)
+        return self.block(self.context(pivot), constants.rope, constants.block_rope, anchors, embedding)
+
+    def context(self, pivot: torch.Tensor) -> torch.Tensor:
+        """Return the context slots `[B, S, d]` of a pivot."""
+        layer_ids = self._constants_like(pivot).layer_ids
+        out: torch.Tensor = self.context_norm(pivot + self.layer_depth_embedding(layer_ids))
+        return out
+
+    def block(
+        self,
+        context: torch.Tensor,
+        rope: Rope,
+        block_rope: Rope,
+        anchors: torch.Tensor,
+        embedding: torch.Tensor,
+        mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the block's hidden states `[B, K, d]` over any context slots.
+
+        Args:
+            context: `[B, slots, d]`.
+            rope: Of the context's slots and the block's.
+            block_rope: Of the block's.
+            anchors: `[B, G]`.
+            embedding: `[vocab, d]`.
+            mask: True where the block may look, or None for everywhere.
+        """
+        config = self.config
+        query: torch.Tensor = self.mask_embedding if config.has_mask_embedding else embedding[config.mask_token_id]
+        queries = query.to(context.dtype).expand(anchors.shape[0], config.num_drafts, config.hidden_size)
+        block = torch.cat([functional.embedding(anchors, embedding).to(context.dtype), queries], dim=1)
         for layer in self.layers:
-            block = layer(block, context, constants.rope, constants.block_rope)
+            block = layer(block, context, rope, block_rope, mask)
         out: torch.Tensor = self.norm(block[:, -config.num_drafts :])
         return out
 

@@ -25,17 +25,19 @@ class Text:
 
     Attributes:
         ids: `[n]`, the tokens.
-        features: `[n - 1, S, d]` bf16, of all rows but the last token's; what a drafter does not read may lack.
+        features: `[rows, S, d]` bf16, of the rows from `first_row` to the one before the last token.
         positions: Of the anchors, ascending.
+        first_row: Position of the first row of `features`; rows before it are not read.
     """
 
     ids: torch.Tensor
     features: torch.Tensor
     positions: torch.Tensor
+    first_row: int = 0
 
     def to(self, device: torch.device) -> Text:
         """Return the text on a device."""
-        return Text(self.ids.to(device), self.features.to(device), self.positions.to(device))
+        return Text(self.ids.to(device), self.features.to(device), self.positions.to(device), self.first_row)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +113,15 @@ class AnchorTable:
         return (self._counts.cumsum(0) - self._counts).tolist(), self._counts.tolist()
 
     def gather_answers(
-        self, answers: Sequence[int], *, num_drafts: int, reader: ContextReader | None, has_features: bool = True
+        self, answers: Sequence[int], *, num_drafts: int, reader: ContextReader | None, look_back: int | None = None
     ) -> Batch:
         """Return all anchors of some answers, with their texts if there is a reader of contexts.
+
+        Args:
+            answers: Indices.
+            num_drafts: K.
+            reader: Where the prompts are.
+            look_back: Rows before the first pivot whose features are read; None for all.
 
         Raises:
             ConfigError: If a prompt is not there.
@@ -123,18 +131,18 @@ class AnchorTable:
         batch = self.gather(indices, num_drafts=num_drafts)
         if reader is None:
             return batch
-        return replace(batch, texts=tuple(self._text(i, counts[i], reader, has_features=has_features) for i in answers))
+        return replace(batch, texts=tuple(self._text(i, counts[i], reader, look_back) for i in answers))
 
-    def _text(self, answer: int, count: int, reader: ContextReader, *, has_features: bool) -> Text:
+    def _text(self, answer: int, count: int, reader: ContextReader, look_back: int | None) -> Text:
         key, (begin, end) = self._keys[answer], self._bounds[answer]
         if key not in reader:
             raise ConfigError("the corpus lacks a prompt of its answers; build it with `dlite-agent corpus --contexts`")
         prompt = reader.ids(key)
-        features = self._rows["features"][:0]
-        if has_features:  # the answer's first row is the prompt's last one
-            features = torch.cat([reader.features(key), self._rows["features"][begin + 1 : end]])
+        first_row = 0 if look_back is None else max(0, len(prompt) - 1 - look_back)
+        # The prompt's last row is the answer's first one.
+        features = torch.cat([reader.features(key, first_row), self._rows["features"][begin + 1 : end]])
         ids = torch.cat([prompt, self._rows["tokens"][begin:end]]).long()
-        return Text(ids, features, torch.arange(len(prompt), len(prompt) + count))
+        return Text(ids, features, torch.arange(len(prompt), len(prompt) + count), first_row)
 
     def gather(self, indices: torch.Tensor, *, num_drafts: int) -> Batch:
         """Return the anchors at `indices [B]`."""
@@ -168,7 +176,7 @@ class AnchorStream:
         num_resident: int,
         seed: int,
         reader: ContextReader | None = None,
-        has_features: bool = True,
+        look_back: int | None = None,
     ) -> None:
         """Read a corpus.
 
@@ -179,7 +187,7 @@ class AnchorStream:
             num_resident: Shards in memory at once.
             seed: Of the order.
             reader: Where the prompts are, for batches with texts.
-            has_features: Whether the texts need their features.
+            look_back: See `AnchorTable.gather_answers`.
 
         Raises:
             ConfigError: If there is nothing to read.
@@ -192,7 +200,7 @@ class AnchorStream:
         self._num_resident = num_resident
         self._seed = seed
         self._reader = reader
-        self._has_features = has_features
+        self._look_back = look_back
 
     def batches(self, position: Position) -> Iterator[Batch]:
         """Yield batches from a position on; `position` is moved to the batch after the one yielded before it is."""
@@ -234,7 +242,7 @@ class AnchorStream:
             chunks[-1].append(answer)
             room -= counts[answer]
         gather = partial(
-            table.gather_answers, num_drafts=self._num_drafts, reader=self._reader, has_features=self._has_features
+            table.gather_answers, num_drafts=self._num_drafts, reader=self._reader, look_back=self._look_back
         )
         return [partial(gather, chunk) for chunk in chunks]
 

@@ -116,12 +116,13 @@ def _corpus_options(arguments: argparse.Namespace) -> CorpusOptions:
 
 
 def _add_train(commands: Subparsers[argparse.ArgumentParser]) -> None:
-    train = commands.add_parser("train", help="train a DLite drafter on a corpus")
+    train = commands.add_parser("train", help="train a drafter on a corpus")
     defaults = RunOptions("", Path(), Path())
     train.add_argument("--target", required=True, metavar="MODEL", help="the model that wrote the corpus")
     train.add_argument("--corpus", required=True, type=Path, metavar="FOLDER", help="made by `dlite-agent corpus`")
     train.add_argument("--held-out", type=Path, metavar="FOLDER", help="made by `dlite-agent corpus --held-out`")
     train.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="where the drafter goes")
+    train.add_argument("--teacher", type=Path, metavar="FOLDER", help="made by `train --config kind=teacher`")
     train.add_argument("--minutes", type=float, help="train for so long")
     train.add_argument("--epochs", type=float, help="or for so many passes over the corpus (default: 3)")
     train.add_argument("--config", action="append", default=[], metavar="NAME=VALUE", help="see train/config.py")
@@ -159,6 +160,7 @@ def _train(arguments: argparse.Namespace, settings: Settings, console: Console) 
         corpus=arguments.corpus,
         held_out=arguments.held_out,
         out=arguments.out,
+        teacher=arguments.teacher,
         minutes=minutes,
         epochs=3.0 if minutes is None and epochs is None else epochs,
         settings=tuple(arguments.config),

@@ -16,7 +16,7 @@ class TrainConfig:
     """Options of a run; every one can be set as `--config name=value`.
 
     Attributes:
-        kind: "dlite", or a baseline: "dspark" or "independent".
+        kind: "dlite"; "teacher" for the teacher of one; or a baseline: "dspark" or "independent".
         num_drafts: K, tokens per draft.
         group: G, anchor tokens.
         num_layers: Layers of the drafter.
@@ -41,6 +41,9 @@ class TrainConfig:
         off_path_weight: Weight of positions behind a sampled token that was not the likeliest one.
         scheduled_sampling: Share of previous tokens that are the head's own at the end of the run; it rises from 0 over
             the second half.
+        window: W, rows before the pivot that a teacher sees.
+        distill: Share of a run with a teacher in which it alone is listened to, the head copied from it and frozen.
+        transition: Share behind that in which the target takes over.
         num_resident: Shards in memory at once, among which anchors are shuffled.
         seed: Of weights, order and sampling.
     """
@@ -69,16 +72,19 @@ class TrainConfig:
     w_confidence: float = 0.1
     off_path_weight: float = 1.0
     scheduled_sampling: float = 0.2
+    window: int = 32
+    distill: float = 0.3
+    transition: float = 0.2
     num_resident: int = 4
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.kind not in ("dlite", *KINDS):
-            raise ConfigError(f"kind is {self.kind!r}; expected dlite, {', '.join(KINDS)}")
-        for name in ("batch_size", "num_resident", "num_drafts", "draft_vocab_size"):
+        if self.kind not in (kinds := ("dlite", "teacher", *KINDS)):
+            raise ConfigError(f"kind is {self.kind!r}; expected one of {', '.join(kinds)}")
+        for name in ("batch_size", "num_resident", "num_drafts", "draft_vocab_size", "window"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; expected at least 1")
-        for name in ("warm_up", "final_rate", "scheduled_sampling"):
+        for name in ("warm_up", "final_rate", "scheduled_sampling", "distill", "transition"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; expected 0 to 1")
         for name in ("learning_rate", "clip", "position_decay"):

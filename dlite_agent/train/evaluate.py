@@ -64,8 +64,9 @@ def held_out_tau(
         greedy = [index for index in range(len(shard)) if shard.facts["sample"][index] == 0][:limit]
         for index in greedy:
             if len(shard.answer(index).tokens) > 1:
-                batch = table.gather_answers([index], num_drafts=student.num_drafts, reader=reader)
-                batch = batch.to(device or torch.device("cpu"))
+                batch = table.gather_answers(
+                    [index], num_drafts=student.num_drafts, reader=reader, look_back=student.look_back
+                ).to(device or torch.device("cpu"))
                 tally.walk(((student.greedy(batch) == batch.tokens) & batch.is_there).tolist())
     student.model.train(was_training)
     return tally.sum_up()

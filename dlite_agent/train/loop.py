@@ -16,7 +16,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,10 @@ from dlite_agent.train.anchors import AnchorStream, Batch, Position
 from dlite_agent.train.config import TrainConfig
 from dlite_agent.train.contexts import ContextReader
 from dlite_agent.train.evaluate import HeldOut, held_out_tau
-from dlite_agent.train.losses import Losses, losses
+from dlite_agent.train.losses import Losses, losses, position_weights, weighted_mean
 from dlite_agent.train.options import Plan, RunOptions
-from dlite_agent.train.students import Student
+from dlite_agent.train.students import DLiteStudent, Student, TeacherStudent
+from dlite_agent.train.teacher import divergence, teacher_weight
 
 CHECKPOINT = "checkpoint.pt"
 _LONGEST_STEP_S = 300.0  # a process that was stopped for an hour has not used an hour of its budget
@@ -54,6 +55,7 @@ class Trainer:
         options: What was asked for; `options.out` is the folder for what the module's docstring lists.
         held_out: Shards of the held-out corpus; empty for none.
         held_out_reader: Where its prompts are, for a student that reads them.
+        teacher: What a student listens to at first, or None.
         facts: What training.json says besides.
     """
 
@@ -64,6 +66,7 @@ class Trainer:
     options: RunOptions
     held_out: Sequence[Path] = ()
     held_out_reader: ContextReader | None = None
+    teacher: TeacherStudent | None = None
     facts: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -111,6 +114,7 @@ class Trainer:
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate(self.progress, self.config)
         batch = batch.to(self.device)
+        self._free_head(self._teacher_weight() < 1)
         with self._autocast():
             result = self._losses(batch)
         self._optimizer.zero_grad(set_to_none=True)
@@ -124,7 +128,24 @@ class Trainer:
         hidden = self.student.hidden(batch)
         logits, confidence = self.student.logits(hidden, batch, self._drafted(batch, hidden))
         confidence = confidence if self.config.has_confidence else None
-        return losses(logits, confidence, batch, draft_to_target=self.student.draft_to_target, config=self.config)
+        result = losses(logits, confidence, batch, draft_to_target=self.student.draft_to_target, config=self.config)
+        weight = self._teacher_weight()
+        if self.teacher is None or not weight:
+            return result
+        with torch.no_grad():
+            taught, _ = self.teacher.logits(self.teacher.hidden(batch), batch, batch.tokens)
+        gap = weighted_mean(divergence(taught, logits), position_weights(batch, self.config))
+        return replace(result, total=weight * gap + (1 - weight) * result.total)
+
+    def _teacher_weight(self) -> float:
+        if self.teacher is None:
+            return 0.0
+        return teacher_weight(self.progress, distill=self.config.distill, transition=self.config.transition)
+
+    def _free_head(self, is_free: bool) -> None:
+        """Let the head learn, or keep it as the teacher's."""
+        if self.teacher is not None and isinstance(self.student, DLiteStudent):
+            self.student.model.sequential_head.requires_grad_(is_free)
 
     @torch.no_grad()
     def _drafted(self, batch: Batch, hidden: torch.Tensor) -> torch.Tensor:

@@ -43,6 +43,7 @@ class RunOptions:
         target: The model that wrote the corpus.
         corpus: Folder of the corpus.
         out: Folder of the drafter.
+        teacher: Folder of a teacher to learn from at first, or None.
         held_out: Folder of a held-out corpus, or None.
         minutes: Train for so long, or None.
         epochs: Train for so many passes over the corpus, or None.
@@ -58,6 +59,7 @@ class RunOptions:
     corpus: Path
     out: Path
     held_out: Path | None = None
+    teacher: Path | None = None
     minutes: float | None = None
     epochs: float | None = None
     settings: tuple[str, ...] = ()

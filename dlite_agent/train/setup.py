@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shlex
 import sys
@@ -15,6 +16,7 @@ from dlite_agent.config import Settings
 from dlite_agent.drafters.baselines import new_model
 from dlite_agent.drafters.dlite import DLiteConfig, DLiteModel
 from dlite_agent.drafters.dspark import DSparkModel
+from dlite_agent.drafters.history import HistoryConfig, HistoryModel
 from dlite_agent.drafters.independent import IndependentModel
 from dlite_agent.errors import ConfigError, CorruptModelError
 from dlite_agent.models import REGISTRY, resolve
@@ -25,7 +27,15 @@ from dlite_agent.train.contexts import ContextReader
 from dlite_agent.train.loop import CHECKPOINT, Trainer, read_checkpoint
 from dlite_agent.train.options import Plan, RunOptions
 from dlite_agent.train.shards import context_paths, read_about, read_manifest, shard_paths
-from dlite_agent.train.students import DLiteStudent, DSparkStudent, IndependentStudent, Student, start_afresh
+from dlite_agent.train.students import (
+    DLiteStudent,
+    DSparkStudent,
+    IndependentStudent,
+    Student,
+    TeacherStudent,
+    start_afresh,
+)
+from dlite_agent.train.teacher import Teacher
 
 
 def prepare(options: RunOptions, settings: Settings) -> Trainer:
@@ -45,16 +55,19 @@ def prepare(options: RunOptions, settings: Settings) -> Trainer:
     elif (options.out / CHECKPOINT).exists():
         raise ConfigError(f"{options.out} holds a run; go on with --resume, or take another folder")
     paths = shard_paths(options.corpus)[:num_shards]
-    student = _student(config, corpus, paths, resolve(options.target, settings=settings), options.device)
+    folder = resolve(options.target, settings=settings)
+    student = _student(config, corpus, paths, folder, options.device)
+    teacher = None if options.teacher is None else _teacher(options, student)
     held_out = _held_out(options, corpus)
     trainer = Trainer(
         student=student,
-        stream=_stream(config, options.corpus, paths, student),
+        stream=_stream(config, options.corpus, paths, teacher or student),
         config=config,
         plan=_plan(options, config, len(paths)),
         options=options,
         held_out=held_out,
         held_out_reader=_reader(options.held_out, student) if options.held_out else None,
+        teacher=teacher,
         facts=_facts(options, corpus, len(paths)),
     )
     if options.is_resumed:
@@ -87,9 +100,7 @@ def _read_tensor(folder: Path, ending: str) -> torch.Tensor | None:
     return None
 
 
-def _student(
-    config: TrainConfig, corpus: dict[str, Any], paths: list[Path], folder: Path, device: str
-) -> DLiteStudent | DSparkStudent | IndependentStudent:
+def _student(config: TrainConfig, corpus: dict[str, Any], paths: list[Path], folder: Path, device: str) -> Student:
     """Return a drafter with fresh weights, on its device."""
     embedding = read_embedding(folder)
     shape = config.shape(
@@ -103,10 +114,12 @@ def _student(
             f"the target's embedding is {list(embedding.shape)}, the corpus was made by a target with "
             f"{[shape.vocab_size, shape.hidden_size]}; name the target that wrote it"
         )
-    model = DLiteModel(shape) if isinstance(shape, DLiteConfig) else new_model(shape)
+    model = _model(config, shape)
     vocabulary = frequent_tokens(paths, count=shape.draft_vocab_size, vocab_size=shape.vocab_size)
     start_afresh(model, draft_to_target=vocabulary, mask=embedding.mean(dim=0), seed=config.seed)
     model, embedding = model.to(device), embedding.to(device)
+    if isinstance(model, Teacher):
+        return TeacherStudent(model, embedding)
     if isinstance(model, DLiteModel):
         return DLiteStudent(model, embedding)
     tensor = _read_tensor(folder, "lm_head.weight")
@@ -117,9 +130,49 @@ def _student(
     return IndependentStudent(model, embedding, head)
 
 
+def _model(config: TrainConfig, shape: DLiteConfig | HistoryConfig) -> DLiteModel | HistoryModel | Teacher:
+    if isinstance(shape, HistoryConfig):
+        return new_model(shape)
+    return Teacher(shape, window=config.window) if config.kind == "teacher" else DLiteModel(shape)
+
+
+def _teacher(options: RunOptions, student: Student) -> TeacherStudent:
+    """Return the teacher to listen to, and give the student its head.
+
+    Raises:
+        ConfigError: If it cannot teach this student.
+    """
+    assert options.teacher is not None
+    if not isinstance(student, DLiteStudent):
+        raise ConfigError("only a drafter of kind dlite can have a teacher; leave --teacher out")
+    try:
+        known = TrainConfig(**json.loads((options.teacher / "training.json").read_text())["config"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ConfigError(f"{options.teacher} holds no training run ({error!r}); expected that of a teacher") from error
+    own = student.model.config
+    shape = known.shape(
+        hidden_size=own.hidden_size,
+        vocab_size=own.vocab_size,
+        num_target_layers=own.num_target_layers,
+        layer_ids=own.target_layer_ids,
+    )
+    if known.kind != "teacher" or not isinstance(shape, DLiteConfig):
+        raise ConfigError(f"{options.teacher} holds a drafter of kind {known.kind}; expected a teacher")
+    model = Teacher(shape, window=known.window).to(student.draft_to_target.device)
+    model.read(options.teacher)
+    try:
+        student.model.sequential_head.load_state_dict(model.net.sequential_head.state_dict())
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{options.teacher} has a head of another shape; train with its rank and vocabulary"
+        ) from error
+    student.model.draft_to_target.copy_(model.net.draft_to_target)
+    return TeacherStudent(model.eval().requires_grad_(False), student.embedding)
+
+
 def _reader(folder: Path, student: Student) -> ContextReader | None:
     """Return where the prompts of a corpus are, if they are read."""
-    return ContextReader(context_paths(folder)) if student.reads_history else None
+    return ContextReader(context_paths(folder)) if student.reads_texts else None
 
 
 def _stream(config: TrainConfig, folder: Path, paths: list[Path], student: Student) -> AnchorStream:
@@ -130,7 +183,7 @@ def _stream(config: TrainConfig, folder: Path, paths: list[Path], student: Stude
         num_resident=config.num_resident,
         seed=config.seed,
         reader=_reader(folder, student),
-        has_features=config.kind == "dspark",
+        look_back=student.look_back,
     )
 
 
@@ -161,6 +214,7 @@ def _facts(options: RunOptions, corpus: dict[str, Any], num_shards: int) -> dict
         "target_fingerprint": corpus["target_fingerprint"],
         "corpus": {"num_shards": num_shards, "last_shard": digests[-1] if digests else None},
         "corpus_options": corpus["options"],
+        "teacher": None if options.teacher is None else str(options.teacher),
         "num_anchors": num_anchors(options.corpus, num_shards=num_shards),
         "command": shlex.join(["dlite-agent", *sys.argv[1:]]),
         "commit": source_commit(),

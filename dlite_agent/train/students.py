@@ -15,22 +15,33 @@ from dlite_agent.drafters.dspark import DSparkModel
 from dlite_agent.drafters.history import FixedRows, HistoryModel, head_logits
 from dlite_agent.drafters.independent import IndependentModel
 from dlite_agent.train.anchors import Batch
+from dlite_agent.train.teacher import Teacher, window_rows
 
 _INIT_STD = 0.02
 
 
 class Student(Protocol):
-    """A drafter in training; B anchors at a time, K drafts behind each.
+    """A drafter in training; B anchors at a time, K drafts behind each."""
 
-    Attributes:
-        num_drafts: Tokens that it drafts at most.
-        num_taught: K, the drafts behind an anchor that it is taught; 1 if all it learns is what comes next.
-        reads_history: Whether batches must have the whole texts.
-    """
+    @property
+    def num_drafts(self) -> int:
+        """Tokens that it drafts at most."""
+        ...
 
-    num_drafts: int
-    num_taught: int
-    reads_history: bool
+    @property
+    def num_taught(self) -> int:
+        """K, the drafts behind an anchor that it is taught; 1 if all it learns is what comes next."""
+        ...
+
+    @property
+    def reads_texts(self) -> bool:
+        """Whether batches must have the texts."""
+        ...
+
+    @property
+    def look_back(self) -> int | None:
+        """Rows before the first pivot whose features it reads there; None for all."""
+        ...
 
     @property
     def model(self) -> nn.Module:
@@ -70,7 +81,7 @@ def _behind(batch: Batch, drafted: torch.Tensor) -> torch.Tensor:
 
 
 def start_afresh(
-    model: DLiteModel | HistoryModel, *, draft_to_target: torch.Tensor, mask: torch.Tensor, seed: int
+    model: DLiteModel | HistoryModel | Teacher, *, draft_to_target: torch.Tensor, mask: torch.Tensor, seed: int
 ) -> None:
     """Give a model fresh weights.
 
@@ -87,16 +98,18 @@ def start_afresh(
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
     with torch.no_grad():
-        model.draft_to_target.copy_(draft_to_target)
-        for name, parameter in model.named_parameters():
-            if name == "mask_embedding":
-                parameter.copy_(mask)
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if name.endswith("mask_embedding"):
+                tensor.copy_(mask)
+            if name.endswith("draft_to_target"):
+                tensor.copy_(draft_to_target)
 
 
 class DLiteStudent:
     """DLite: the pivot is all it sees."""
 
-    reads_history = False
+    reads_texts = False
+    look_back = 0
 
     def __init__(self, model: DLiteModel, embedding: torch.Tensor) -> None:
         """Teach a model that drafts with a target's `embedding [vocab, d]`."""
@@ -137,10 +150,54 @@ class DLiteStudent:
         return batch.anchors[:, -self.model.config.anchor_group_size :]
 
 
+class TeacherStudent:
+    """The teacher of a DLite drafter: it sees the pivot, and the rows of a window before it."""
+
+    reads_texts = True
+
+    def __init__(self, model: Teacher, embedding: torch.Tensor) -> None:
+        """Teach a model that drafts with a target's `embedding [vocab, d]`."""
+        self.model = model
+        self.embedding = embedding
+        self.look_back = model.window
+        self._inner = DLiteStudent(model.net, embedding)
+        self.num_drafts = self.num_taught = self._inner.num_drafts
+
+    @property
+    def draft_to_target(self) -> torch.Tensor:
+        """The ids that it can write."""
+        return self._inner.draft_to_target
+
+    def hidden(self, batch: Batch) -> torch.Tensor:
+        """Return the block's hidden states."""
+        windows, is_there = window_rows(batch, self.model.window)
+        anchors = batch.anchors[:, -self.model.net.config.anchor_group_size :]
+        return self.model.hidden(batch.pivot, windows, is_there, anchors, self.embedding)
+
+    def logits(
+        self, hidden: torch.Tensor, batch: Batch, drafted: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run the sequential head over given tokens."""
+        return self._inner.logits(hidden, batch, drafted)
+
+    def greedy(self, batch: Batch) -> torch.Tensor:
+        """Draft token by token."""
+        hidden, drafts = self.hidden(batch), batch.tokens.new_zeros(len(batch), self.num_drafts)
+        for k in range(self.num_drafts):
+            logits, _ = self.logits(hidden, batch, drafts)
+            drafts[:, k] = _ids(logits[:, k], self.draft_to_target)
+        return drafts
+
+    def write(self, folder: Path, *, target_names: Sequence[str]) -> None:
+        """Write the teacher's weights; it is no drafter."""
+        self.model.write(folder)
+
+
 class DSparkStudent:
     """DSpark: it sees the features of all rows before the anchor."""
 
-    reads_history = True
+    reads_texts = True
+    look_back = None
 
     def __init__(self, model: DSparkModel, embedding: torch.Tensor, head: torch.Tensor) -> None:
         """Teach a model that drafts with a target's `embedding [vocab, d]` and output rows `head [vocab, d]`."""
@@ -188,7 +245,8 @@ class DSparkStudent:
 class IndependentStudent:
     """The independent language model: it sees the tokens of the text, and learns what the target says next."""
 
-    reads_history = True
+    reads_texts = True
+    look_back = 0
     num_taught = 1
 
     def __init__(self, model: IndependentModel, embedding: torch.Tensor, head: torch.Tensor) -> None:
