@@ -204,6 +204,10 @@ class AnchorStream:
 
     def batches(self, position: Position) -> Iterator[Batch]:
         """Yield batches from a position on; `position` is moved to the batch after the one yielded before it is."""
+        return (gather() for gather in self.unread(position))
+
+    def unread(self, position: Position) -> Iterator[Callable[[], Batch]]:
+        """Do as `batches`; each batch is read when it is called for."""
         while True:
             groups = self._groups(position.epoch)
             while position.group < len(groups):
@@ -216,14 +220,14 @@ class AnchorStream:
         paths = [self._paths[index] for index in order]
         return [paths[start : start + self._num_resident] for start in range(0, len(paths), self._num_resident)]
 
-    def _group(self, paths: Sequence[Path], position: Position) -> Iterator[Batch]:
+    def _group(self, paths: Sequence[Path], position: Position) -> Iterator[Callable[[], Batch]]:
         table = AnchorTable([read_shard(path) for path in paths])
         generator = self._generator(position.epoch, position.group + 1)
         chunks = self._mixed(table, generator) if self._reader is None else self._whole_answers(table, generator)
         while position.batch < len(chunks):
             chunk = chunks[position.batch]
             position.batch += 1
-            yield chunk()
+            yield chunk
 
     def _mixed(self, table: AnchorTable, generator: torch.Generator) -> list[Callable[[], Batch]]:
         chunks = torch.split(torch.randperm(len(table), generator=generator), self._batch_size)

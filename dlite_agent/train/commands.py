@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -151,6 +153,7 @@ def _add_train(commands: Subparsers[argparse.ArgumentParser]) -> None:
 def _train(arguments: argparse.Namespace, settings: Settings, console: Console) -> int:
     import torch
 
+    from dlite_agent.train.ranks import join_ranks
     from dlite_agent.train.setup import prepare
 
     torch.set_num_threads(settings.threads)
@@ -170,11 +173,18 @@ def _train(arguments: argparse.Namespace, settings: Settings, console: Console) 
         device=arguments.device,
         is_resumed=arguments.resume,
     )
-    trainer = prepare(options, settings)
-    with terminable() as is_terminated:
-        trainer.run(should_stop=is_terminated, say=lambda line: console.print(line, highlight=False, soft_wrap=True))
+    with join_ranks(arguments.device) as ranks:
+        trainer = prepare(options, settings, ranks)
+        with terminable() as is_terminated:
+            trainer.run(
+                should_stop=is_terminated, say=lambda line: console.print(line, highlight=False, soft_wrap=True)
+            )
     state = "done" if trainer.progress >= 1 else "stopped; --resume goes on"
-    console.print(f"{arguments.out}: step {trainer.step}, {state}", highlight=False, soft_wrap=True)
+    if ranks.is_first:
+        console.print(f"{arguments.out}: step {trainer.step}, {state}", highlight=False, soft_wrap=True)
+    if ranks.count > 1:  # gloo's threads may still hold tensors; to free them in a closing interpreter is to abort
+        sys.stdout.flush()
+        os._exit(0)
     return 0
 
 

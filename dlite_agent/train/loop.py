@@ -30,6 +30,7 @@ from dlite_agent.train.contexts import ContextReader
 from dlite_agent.train.evaluate import HeldOut, held_out_tau
 from dlite_agent.train.losses import Losses, losses, position_weights, weighted_mean
 from dlite_agent.train.options import Plan, RunOptions
+from dlite_agent.train.ranks import Ranks
 from dlite_agent.train.students import DLiteStudent, Student, TeacherStudent
 from dlite_agent.train.teacher import divergence, teacher_weight
 
@@ -56,6 +57,7 @@ class Trainer:
         held_out: Shards of the held-out corpus; empty for none.
         held_out_reader: Where its prompts are, for a student that reads them.
         teacher: What a student listens to at first, or None.
+        ranks: The processes that train together.
         facts: What training.json says besides.
     """
 
@@ -67,6 +69,7 @@ class Trainer:
     held_out: Sequence[Path] = ()
     held_out_reader: ContextReader | None = None
     teacher: TeacherStudent | None = None
+    ranks: Ranks = field(default_factory=Ranks)
     facts: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -94,20 +97,29 @@ class Trainer:
 
     def run(self, *, should_stop: Callable[[], bool] = lambda: False, say: Callable[[str], None] = print) -> None:
         """Train to the plan's end, or until asked to stop; either way a checkpoint is left to go on from."""
-        self.options.out.mkdir(parents=True, exist_ok=True)
-        self._write_facts()
-        batches = self.stream.batches(self._position)
-        while self.progress < 1 and not should_stop():
+        if self.ranks.is_first:
+            self.options.out.mkdir(parents=True, exist_ok=True)
+            self._write_facts()
+        batches = self.stream.unread(self._position)
+        is_stopped = bool(self.ranks.agree([should_stop()])[0])
+        while self.progress < 1 and not is_stopped:
             start = time.monotonic()
-            self._window.add(self._learn(next(batches)))
+            own = [next(batches) for _ in range(self.ranks.count)][self.ranks.rank]
+            self._window.add(self._learn(own()))
             if self.step % self.options.report_every == 0:
-                say(self._report())
-            self.seconds += min(time.monotonic() - start, _LONGEST_STEP_S)
+                self._report(say)
+            seconds = self.seconds + min(time.monotonic() - start, _LONGEST_STEP_S)
+            self.seconds, is_stopped = self._agree(seconds, should_stop())
             if self.seconds - self._last_saved >= self.options.checkpoint_seconds:
                 self.save()
         if self.progress >= 1 and self._window.num_steps:
-            say(self._report())
+            self._report(say)
         self.save()
+
+    def _agree(self, seconds: float, is_stopped: bool) -> tuple[float, bool]:
+        """Take over the time and the decision of the first process, so that all end in the same step."""
+        agreed = self.ranks.agree([seconds, is_stopped])
+        return agreed[0], bool(agreed[1])
 
     def _learn(self, batch: Batch) -> Losses:
         """Take one step."""
@@ -119,6 +131,7 @@ class Trainer:
             result = self._losses(batch)
         self._optimizer.zero_grad(set_to_none=True)
         result.total.backward()  # type: ignore[no-untyped-call]
+        self.ranks.average_gradients(self.student.model)
         nn.utils.clip_grad_norm_(self.student.model.parameters(), self.config.clip)
         self._optimizer.step()
         self.step += 1
@@ -160,8 +173,10 @@ class Trainer:
     def _autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast("cuda", dtype=torch.bfloat16) if self.device.type == "cuda" else nullcontext()
 
-    def _report(self) -> str:
-        """Write a line of the log; keep the drafter if it is the best so far."""
+    def _report(self, say: Callable[[str], None]) -> None:
+        """Write a line of the log and say it; keep the drafter if it is the best so far."""
+        if not self.ranks.is_first:
+            return
         held_out = None
         if self.held_out:
             held_out = held_out_tau(
@@ -184,7 +199,7 @@ class Trainer:
         }
         _append_row(self.options.out / "log.csv", row)
         shown = ("step", "loss", "ce", "tv", "accuracy_1", "held_out_tau", "anchors_per_s")
-        return ", ".join(f"{name} {_short(row[name])}" for name in shown)
+        say(", ".join(f"{name} {_short(row[name])}" for name in shown))
 
     def _keep(self) -> None:
         """Write the drafter, each file under another name first."""
@@ -198,6 +213,8 @@ class Trainer:
     def save(self) -> None:
         """Write a checkpoint: weights, optimizer, random state, position."""
         self._last_saved = self.seconds
+        if not self.ranks.is_first:
+            return
         content = {
             "config": asdict(self.config),
             "corpus": self.facts.get("corpus"),

@@ -26,6 +26,7 @@ from dlite_agent.train.config import TrainConfig
 from dlite_agent.train.contexts import ContextReader
 from dlite_agent.train.loop import CHECKPOINT, Trainer, read_checkpoint
 from dlite_agent.train.options import Plan, RunOptions
+from dlite_agent.train.ranks import Ranks
 from dlite_agent.train.shards import context_paths, read_about, read_manifest, shard_paths
 from dlite_agent.train.students import (
     DLiteStudent,
@@ -38,7 +39,7 @@ from dlite_agent.train.students import (
 from dlite_agent.train.teacher import Teacher
 
 
-def prepare(options: RunOptions, settings: Settings) -> Trainer:
+def prepare(options: RunOptions, settings: Settings, ranks: Ranks | None = None) -> Trainer:
     """Set a run up, or set it up again to go on.
 
     A corpus may have grown since the run began; a run that goes on uses the shards that it began with.
@@ -47,6 +48,7 @@ def prepare(options: RunOptions, settings: Settings) -> Trainer:
         DLiteError: If the target or a corpus cannot be read or they do not belong together, or the folder holds another
             run.
     """
+    ranks = ranks or Ranks(device=options.device)
     config = TrainConfig.parse(options.settings)
     corpus, num_shards = read_about(options.corpus), None
     if options.is_resumed:
@@ -56,18 +58,19 @@ def prepare(options: RunOptions, settings: Settings) -> Trainer:
         raise ConfigError(f"{options.out} holds a run; go on with --resume, or take another folder")
     paths = shard_paths(options.corpus)[:num_shards]
     folder = resolve(options.target, settings=settings)
-    student = _student(config, corpus, paths, folder, options.device)
+    student = _student(config, corpus, paths, folder, ranks.device)
     teacher = None if options.teacher is None else _teacher(options, student)
     held_out = _held_out(options, corpus)
     trainer = Trainer(
         student=student,
         stream=_stream(config, options.corpus, paths, teacher or student),
         config=config,
-        plan=_plan(options, config, len(paths)),
+        plan=_plan(options, config, len(paths), ranks.count),
         options=options,
         held_out=held_out,
         held_out_reader=_reader(options.held_out, student) if options.held_out else None,
         teacher=teacher,
+        ranks=ranks,
         facts=_facts(options, corpus, len(paths)),
     )
     if options.is_resumed:
@@ -187,11 +190,11 @@ def _stream(config: TrainConfig, folder: Path, paths: list[Path], student: Stude
     )
 
 
-def _plan(options: RunOptions, config: TrainConfig, num_shards: int) -> Plan:
+def _plan(options: RunOptions, config: TrainConfig, num_shards: int, num_ranks: int) -> Plan:
     num_steps = None
     if options.epochs is not None:
         total = options.epochs * num_anchors(options.corpus, num_shards=num_shards)
-        num_steps = max(1, math.ceil(total / config.batch_size))
+        num_steps = max(1, math.ceil(total / (config.batch_size * num_ranks)))
     return Plan(num_steps, options.minutes)
 
 
