@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,13 @@ from dlite_agent.bench.contest import Contender, Lap, OurSide, Results, Run, Spr
 from dlite_agent.bench.engine import BARS, EngineOptions, ModelReport, headline
 from dlite_agent.bench.exact import (
     Comparison,
-    Journal,
     SessionReport,
+    finished_sessions,
     first_difference,
     gap_between_best,
     sampling_modes,
 )
+from dlite_agent.bench.journal import Journal
 from dlite_agent.bench.peers import ASSISTED, PeerSide, load_stock, lookup_names, peer_contenders
 from dlite_agent.bench.peers import PLAIN as PEER_PLAIN
 from dlite_agent.bench.prompts import RecordedPrompt
@@ -334,9 +336,9 @@ def test_the_journal_of_another_configuration_is_not_taken(tmp_path: Path, llama
     mismatch = first_difference(llama, PROMPT, [1], [2], sampling=GREEDY)
     assert mismatch is not None
     report = SessionReport("s", 1, num_tokens, 0, (mismatch,))
-    Journal(path, {"seed": 1}).add(report)
-    assert Journal(path, {"seed": 1}).finished() == {"s": report}
-    assert Journal(path, {"seed": 2}).finished() == {}
+    Journal(path, {"seed": 1, "drafters": ("a", "b")}).add(asdict(report))
+    assert finished_sessions(Journal(path, {"seed": 1, "drafters": ("a", "b")})) == {"s": report}
+    assert finished_sessions(Journal(path, {"seed": 2, "drafters": ("a", "b")})) == {}
 
 
 def test_the_attention_is_timed_and_left_as_it_was() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,16 +13,23 @@ from rich.markup import escape
 from rich.table import Table
 
 from dlite_agent.arguments import positive
+from dlite_agent.bench.drafter_commands import add_drafters
+from dlite_agent.bench.output import (
+    add_recorded,
+    check_writable,
+    finish,
+    mismatch_fields,
+    print_mismatches,
+    stderr_writer,
+)
 from dlite_agent.config import Settings
 from dlite_agent.errors import ConfigError
 
 if TYPE_CHECKING:
     from dlite_agent.bench.contest import Spread
     from dlite_agent.bench.engine import EngineOptions, ModelReport
-    from dlite_agent.bench.exact import Mismatch, SessionReport
+    from dlite_agent.bench.exact import SessionReport
     from dlite_agent.engine.target import Quantization
-
-_MODEL_HELP = "registry name, folder or hub id; may be given again"
 
 
 def add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -32,6 +39,7 @@ def add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     _add_verify(kinds)
     _add_engine(kinds)
     _add_exact(kinds)
+    add_drafters(kinds)
 
 
 def _add_verify(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -47,19 +55,9 @@ def _add_verify(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     verify.set_defaults(command=_verify)
 
 
-def _add_recorded(parser: argparse.ArgumentParser, *, limit: str) -> None:
-    parser.add_argument("--model", action="append", metavar="M", help=_MODEL_HELP)
-    parser.add_argument("--workloads", type=Path, metavar="PATH", help="recorded sessions (default: a small excerpt)")
-    parser.add_argument("--subset", metavar="NAME", help="a list of ids in PATH/subsets.json")
-    parser.add_argument("--limit", type=positive, metavar="N", help=limit)
-    parser.add_argument("--max-tokens", type=positive, metavar="N", help="upper bound of tokens per reply")
-    parser.add_argument("--seed", type=int, default=0, help="names the sampling noise (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the JSON line there too")
-
-
 def _add_engine(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     engine = kinds.add_parser("engine", help="the engine's figures, also against transformers")
-    _add_recorded(engine, limit="so many tool-call prompts, and half as many others")
+    add_recorded(engine, limit="so many tool-call prompts, and half as many others")
     engine.add_argument("--peers", action="store_true", help="measure transformers' generate too")
     engine.add_argument("--quick", action="store_true", help="fewer and shorter prompts: a few minutes")
     engine.add_argument("--drafter", action="append", default=[], metavar="D", help="measure this drafter too")
@@ -72,7 +70,7 @@ def _add_engine(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 def _add_exact(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     exact = kinds.add_parser("exact", help="compare speculative with plain texts, every turn of every session")
-    _add_recorded(exact, limit="the first N sessions only")
+    add_recorded(exact, limit="the first N sessions only")
     exact.add_argument("--drafter", default="lookup", metavar="D", help="what drafts (default: %(default)s)")
     exact.add_argument("--out", type=Path, metavar="FILE", help="keep finished sessions there; a restart skips them")
     exact.set_defaults(command=_exact)
@@ -118,23 +116,23 @@ def _engine(arguments: argparse.Namespace, settings: Settings, console: Console)
     from dlite_agent.bench import engine
     from dlite_agent.bench.report import json_line
 
-    _check_writable(arguments.json)
+    check_writable(arguments.json)
     torch.set_num_threads(settings.threads)
     options = _engine_options(arguments)
-    reports = engine.measure(options, settings=settings, say=_progress())
+    reports = engine.measure(options, settings=settings, say=stderr_writer())
     headline = engine.headline(reports)
     for model, report in reports.items():
         console.print(_rates_table(model, report))
     console.print(_figures_table(headline, reports))
     for model, report in reports.items():
-        _print_mismatches(console, f"{model}: texts of ours that differ", report.mismatches)
-        _print_mismatches(console, f"{model}: texts of transformers that are not ours", report.differences)
+        print_mismatches(console, f"{model}: texts of ours that differ", report.mismatches)
+        print_mismatches(console, f"{model}: texts of transformers that are not ours", report.differences)
     figures = {key: round(spread.median, 4) for key, spread in headline.items()}
     configuration = asdict(options) | {"workloads": str(options.workloads or "excerpt")}
     del configuration["seed"]
     details = {model: _details(report) for model, report in reports.items()}
     line = json_line("engine", figures, seed=options.seed, details=details, **configuration)
-    _finish(line, arguments.json)
+    finish(line, arguments.json)
     return 0
 
 
@@ -160,12 +158,6 @@ def _engine_options(arguments: argparse.Namespace) -> EngineOptions:
         only=tuple(arguments.only),
         seed=arguments.seed,
     )
-
-
-def _progress() -> Callable[[str], None]:
-    """Say on stderr what is being done: stdout is the table's and the JSON line's."""
-    console = Console(stderr=True)
-    return lambda text: console.print(text, highlight=False, markup=False)
 
 
 def _rates_table(model: str, report: ModelReport) -> Table:
@@ -204,24 +196,8 @@ def _details(report: ModelReport) -> dict[str, Any]:
         "figures": {key: spread.as_dict() for key, spread in report.figures.items()},
         "rates": report.rates,
         "sizes": report.sizes,
-        **{name: [_mismatch_fields(mismatch) for mismatch in getattr(report, name)] for name in texts},
+        **{name: [mismatch_fields(mismatch) for mismatch in getattr(report, name)] for name in texts},
     }
-
-
-def _mismatch_fields(mismatch: Mismatch) -> dict[str, Any]:
-    return {**asdict(mismatch), "is_near_tie": mismatch.is_near_tie}
-
-
-def _print_mismatches(console: Console, title: str, mismatches: Sequence[Mismatch]) -> None:
-    if not mismatches:
-        return
-    num_ties = sum(mismatch.is_near_tie for mismatch in mismatches)
-    table = Table("session", "turn", "mode", "position", "expected", "got", "gap", box=None, padding=(0, 2, 0, 0))
-    for m in mismatches:
-        gap = "-" if m.gap is None else f"{m.gap:.2e}"
-        table.add_row(escape(m.session), str(m.turn), m.mode, str(m.position), str(m.expected), str(m.got), gap)
-    console.print(f"{title}: {len(mismatches)}, of which near ties: {num_ties}", highlight=False, markup=False)
-    console.print(table)
 
 
 def _exact(arguments: argparse.Namespace, settings: Settings, console: Console) -> int:
@@ -229,8 +205,8 @@ def _exact(arguments: argparse.Namespace, settings: Settings, console: Console) 
     from dlite_agent.bench.prompts import recorded_sessions
     from dlite_agent.bench.report import json_line
 
-    _check_writable(arguments.json)
-    _check_writable(arguments.out)
+    check_writable(arguments.json)
+    check_writable(arguments.out)
     sessions = recorded_sessions(arguments.workloads, subset=arguments.subset, limit=arguments.limit)
     models = arguments.model or list(DEFAULT_MODELS)
     max_tokens = 64 if arguments.max_tokens is None else arguments.max_tokens
@@ -240,17 +216,17 @@ def _exact(arguments: argparse.Namespace, settings: Settings, console: Console) 
     for model, reports in by_model.items():
         totals = _totals(reports)
         table.add_row(escape(model), str(len(reports)), *(str(value) for value in totals.values()))
-        _print_mismatches(console, model, [m for report in reports for m in report.mismatches])
+        print_mismatches(console, model, [m for report in reports for m in report.mismatches])
     console.print(table)
     figures = _totals(report for reports in by_model.values() for report in reports)
     configuration = {"models": models, "drafter": arguments.drafter, "max_tokens": max_tokens}
     configuration |= {"workloads": str(arguments.workloads or "excerpt"), "subset": arguments.subset}
     details = {
-        model: {"mismatches": [_mismatch_fields(m) for report in reports for m in report.mismatches]}
+        model: {"mismatches": [mismatch_fields(m) for report in reports for m in report.mismatches]}
         for model, reports in by_model.items()
     }
     line = json_line("exact", figures, seed=arguments.seed, details=details, **configuration)
-    _finish(line, arguments.json)
+    finish(line, arguments.json)
     return 0 if not figures["mismatches"] else 1
 
 
@@ -271,7 +247,8 @@ def _exact_reports(
 ) -> list[SessionReport]:
     """Compare all sessions on one model."""
     from dlite_agent import runtime as runtimes
-    from dlite_agent.bench.exact import Comparison, Journal, compare_sessions, sampling_modes
+    from dlite_agent.bench.exact import Comparison, compare_sessions, sampling_modes
+    from dlite_agent.bench.journal import Journal
 
     runtime = runtimes.shared_runtime(model, drafter=arguments.drafter, quantize=None, store=None, settings=settings)
     try:
@@ -288,7 +265,7 @@ def _exact_reports(
             "max_tokens": max_tokens,
             "seed": arguments.seed,
         }
-        say = _progress()
+        say = stderr_writer()
         return compare_sessions(
             comparison,
             sessions,
@@ -298,27 +275,3 @@ def _exact_reports(
         )
     finally:
         runtimes.close_all()
-
-
-def _check_writable(path: Path | None) -> None:
-    """Refuse a file that could not be written when all is measured.
-
-    Raises:
-        ConfigError: If it cannot be opened for writing.
-    """
-    if path is None:
-        return
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a"):
-            pass
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written ({error.strerror}); choose another file") from error
-
-
-def _finish(line: str, path: Path | None) -> None:
-    """Print the JSON line, the last thing on stdout, and keep it."""
-    print(line)
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(line + "\n")

@@ -7,7 +7,7 @@ contenders, so that whatever else the machine does meets all of them. What is co
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, Protocol
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from dlite_agent.bench.prompts import KINDS, Kind, RecordedPrompt
 from dlite_agent.drafters.null import NullDrafter
 from dlite_agent.drafters.protocol import Drafter
-from dlite_agent.engine.decode import Request, decode
+from dlite_agent.engine.decode import Request, Step, decode
 from dlite_agent.engine.draft_length import Planner
 from dlite_agent.engine.sampling import SamplingParams
 from dlite_agent.engine.state import TargetState
@@ -91,11 +91,11 @@ class OurSide:
         self.state = TargetState(self.target.new_cache())
         return self.extend(ids)
 
-    def extend(self, ids: Sequence[int]) -> float:
-        """Compute the rows that the state does not hold yet."""
+    def extend(self, ids: Sequence[int], drafter: Drafter | None = None) -> float:
+        """Compute the rows that the state does not hold yet, and let a drafter that reads rows read them."""
         start = time.perf_counter()
         if len(ids) > 1:
-            list(decode(self.target, self.state, NullDrafter(), Request(ids[:-1], max_new_tokens=1)))
+            list(decode(self.target, self.state, drafter or NullDrafter(), Request(ids[:-1], max_new_tokens=1)))
         return time.perf_counter() - start
 
     def run(
@@ -108,11 +108,23 @@ class OurSide:
         planner: Planner | None = None,
     ) -> Run:
         """Decode behind a prompt whose rows are there."""
+        start = time.perf_counter()
+        steps = self.steps(ids, drafter, max_tokens=max_tokens, sampling=sampling, planner=planner)
+        return Run.of(start, [(time.perf_counter(), step.tokens) for step in steps])
+
+    def steps(
+        self,
+        ids: Sequence[int],
+        drafter: Drafter,
+        *,
+        max_tokens: int,
+        sampling: SamplingParams | None = None,
+        planner: Planner | None = None,
+    ) -> Iterator[Step]:
+        """Decode as `run` does, step by step."""
         sampling = sampling or SamplingParams()
         request = Request(ids, sampling=sampling, max_new_tokens=max_tokens, end_ids=self.end_ids)
-        start = time.perf_counter()
-        steps = decode(self.target, self.state, drafter, request, planner=planner)
-        return Run.of(start, [(time.perf_counter(), step.tokens) for step in steps])
+        return decode(self.target, self.state, drafter, request, planner=planner)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,3 +220,9 @@ def contest(
                 seconds = prefill_seconds[id(contender.side)]
                 laps.append(Lap(contender.name, index, prompt.kind, number, seconds, run))
     return Results(laps)
+
+
+def tap(target: Target, layer_ids: Sequence[int]) -> None:
+    """Make the target take the features that a drafter reads, before that drafter's turn."""
+    if tuple(layer_ids) != target.layer_ids:
+        target.tap(layer_ids)

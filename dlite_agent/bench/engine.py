@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from dlite_agent import runtime as runtimes
 from dlite_agent.bench import memory, passes, peers
-from dlite_agent.bench.contest import Contender, OurSide, Results, Run, Spread, contest
+from dlite_agent.bench.contest import Contender, OurSide, Results, Run, Spread, contest, tap
 from dlite_agent.bench.exact import Comparison, Mismatch, first_difference, sampling_modes
 from dlite_agent.bench.prompts import RecordedPrompt, choose, recorded_sessions, session_prompts
 from dlite_agent.config import Settings
@@ -393,11 +393,5 @@ def _speculative(
     ids: Sequence[int],
     max_tokens: int,
 ) -> Run:
-    _tap(side.target, layer_ids)
+    tap(side.target, layer_ids)
     return side.run(ids, drafter, max_tokens=max_tokens, planner=planner)
-
-
-def _tap(target: Target, layer_ids: Sequence[int]) -> None:
-    """Make the target take the features that a drafter reads."""
-    if tuple(layer_ids) != target.layer_ids:
-        target.tap(layer_ids)

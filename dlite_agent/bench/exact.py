@@ -7,15 +7,14 @@ where that is tiny, rounding alone can turn the choice (a near tie). A near tie 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from dlite_agent.bench.contest import OurSide
+from dlite_agent.bench.journal import Journal
 from dlite_agent.bench.prompts import session_prompts
 from dlite_agent.demo.replay import RecordedSession
 from dlite_agent.drafters.null import NullDrafter
@@ -165,43 +164,16 @@ def gap_between_best(target: Target, ids: Sequence[int], sampling: SamplingParam
     return float(best - second)
 
 
-class Journal:
-    """Finished sessions, one JSON line each, so that an interrupted comparison goes on where it was.
-
-    Lines of another configuration, and what a killed process left half written, count as not there.
-    """
-
-    def __init__(self, path: Path | None, configuration: Mapping[str, Any]) -> None:
-        self._path = path
-        self._configuration = dict(configuration)
-
-    def finished(self) -> dict[str, SessionReport]:
-        """Return the reports of finished sessions by name."""
-        if self._path is None or not self._path.exists():
-            return {}
-        reports = {}
-        for line in self._path.read_text().splitlines():
-            try:
-                entry = json.loads(line)
-                if entry["configuration"] != self._configuration:
-                    continue
-                fields = entry["report"]
-                fields["mismatches"] = tuple(Mismatch(**mismatch) for mismatch in fields["mismatches"])
-                reports[fields["session"]] = SessionReport(**fields)
-            except (ValueError, LookupError, TypeError):
-                continue
-        return reports
-
-    def add(self, report: SessionReport) -> None:
-        """Append a finished session."""
-        if self._path is None:
-            return
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        line = json.dumps({"configuration": self._configuration, "report": asdict(report)})
-        written = self._path.read_bytes() if self._path.exists() else b""
-        is_cut = bool(written) and not written.endswith(b"\n")
-        with self._path.open("a") as file:
-            file.write(("\n" if is_cut else "") + line + "\n")
+def finished_sessions(journal: Journal) -> dict[str, SessionReport]:
+    """Return the reports of a journal by session; lines that are none are left out."""
+    finished = {}
+    for fields in journal.reports():
+        try:
+            fields["mismatches"] = tuple(Mismatch(**mismatch) for mismatch in fields["mismatches"])
+            finished[fields["session"]] = SessionReport(**fields)
+        except (LookupError, TypeError):
+            continue
+    return finished
 
 
 def compare_sessions(
@@ -213,12 +185,12 @@ def compare_sessions(
     report: Callable[[SessionReport], None] = lambda report: None,
 ) -> list[SessionReport]:
     """Compare sessions that the journal has not, and add them to it; returns the reports of all."""
-    finished = journal.finished()
+    finished = finished_sessions(journal)
     reports = []
     for session in sessions:
         if session.id not in finished:
             done = comparison.session(session, runtime)
-            journal.add(done)
+            journal.add(asdict(done))
             report(done)
             finished[session.id] = done
         reports.append(finished[session.id])

@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 import torch
@@ -164,8 +163,7 @@ class Decoding:
         self.request = request
         self.error: BaseException | None = None
         self.on_rows: Callable[[int, torch.Tensor], None] | None = None
-        if isinstance(drafter, RowReader):
-            self.on_rows = partial(self._show, drafter)
+        self._reader = drafter if isinstance(drafter, RowReader) else None
         self.vocab_size = target.vocab_size
         self._budget = min(request.max_new_tokens, budget)
         self._sampler = Sampler(request.sampling, prompt_ids=state.ids.tolist(), end_ids=request.end_ids)
@@ -216,14 +214,14 @@ class Decoding:
             self.state.cache.checkpoint()
         ids = self.state.ids[start : start + self.num_pending].tolist() + draft.tokens
         num_wanted = len(draft.tokens) + 1
-        return Segment(ids, self.state.cache, num_wanted, num_wanted if self.on_rows is None else len(ids))
+        is_read = self.on_rows is not None or self._reader is not None
+        return Segment(ids, self.state.cache, num_wanted, len(ids) if is_read else num_wanted)
 
     def take(self, draft: Draft, output: TargetOutput, timing: PassTiming) -> Step | None:
         """Make of the computed rows what the target agrees with; None while the prompt goes on."""
         state = self.state
         try:
-            if self.on_rows is not None:
-                self.on_rows(state.num_rows - len(output.features), output.features)
+            self._show(state.num_rows - len(output.features), output.features)
             if self._num_reused is not None:
                 self.request.on_prefill(state.num_rows - self._num_reused, self._num_prompt - self._num_reused)
             if state.num_rows < len(state.ids):
@@ -278,12 +276,15 @@ class Decoding:
             num_prefilled=self._num_prompt - num_reused,
         )
 
-    def _show(self, reader: RowReader, start: int, features: torch.Tensor) -> None:
-        """Let the drafter read rows; if it cannot, it lacks them, and that is its own affair."""
-        try:
-            reader.read(self.state.key, start, features)
-        except Exception as error:
-            self.warn_of_drafter(repr(error))
+    def _show(self, start: int, features: torch.Tensor) -> None:
+        """Pass rows on; a drafter that fails to read them lacks them, and that is its own affair."""
+        if self.on_rows is not None:
+            self.on_rows(start, features)
+        if self._reader is not None:
+            try:
+                self._reader.read(self.state.key, start, features)
+            except Exception as error:
+                self.warn_of_drafter(repr(error))
 
     def warn_of_drafter(self, problem: str) -> None:
         """Say once per text that its drafter does not work."""
