@@ -29,7 +29,7 @@ from dlite_agent.sessions.keys import session_id
 
 if TYPE_CHECKING:
     from dlite_agent.engine.constraint import TokenConstraint
-    from dlite_agent.engine.decode import Step
+    from dlite_agent.engine.request import Step
     from dlite_agent.jobs import Job
     from dlite_agent.runtime import Runtime
     from dlite_agent.session_keeper import Committed, LiveSession, Reuse
@@ -201,7 +201,7 @@ class _Reply:
 
     def _pieces(self, prompt: list[int], job: Job[Any]) -> Generator[str]:
         """Decode; yield the text of each step, possibly empty."""
-        from dlite_agent.engine.decode import Request
+        from dlite_agent.engine.request import Request
         from dlite_agent.engine.sampling import SamplingParams
         from dlite_agent.prompting.encoding import Detokenizer
 

@@ -24,8 +24,9 @@ from dlite_agent.drafters.dspark import DSparkModel
 from dlite_agent.drafters.history import HistoryConfig, HistoryModel, Kind
 from dlite_agent.drafters.null import NullDrafter
 from dlite_agent.drafters.protocol import DraftView, Proposal
-from dlite_agent.engine.decode import Request, decode
+from dlite_agent.engine.decode import decode
 from dlite_agent.engine.families import FAMILIES
+from dlite_agent.engine.request import Request
 from dlite_agent.engine.sampling import SamplingParams
 from dlite_agent.engine.state import TargetState
 from dlite_agent.engine.target import Quantization, Target

@@ -36,8 +36,8 @@ from dlite_agent.drafters.lookup import LookupDrafter
 from dlite_agent.drafters.null import NullDrafter
 from dlite_agent.drafters.protocol import Drafter, DraftView, Proposal
 from dlite_agent.engine import decode as decoding
-from dlite_agent.engine.decode import Step
 from dlite_agent.engine.draft_length import PassCost
+from dlite_agent.engine.request import Step
 from dlite_agent.engine.target import Target
 from dlite_agent.engine.verify import Verdict, verify
 from dlite_agent.errors import ConfigError, MissingDependencyError
@@ -646,7 +646,7 @@ def test_pictures_without_matplotlib_say_what_to_install(
     capsys: pytest.CaptureFixture[str], workloads: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(MissingDependencyError, match="pip install matplotlib"):
+    with pytest.raises(MissingDependencyError, match=r"dlite-agent\[bench\]"):
         plots.draw(report_with_records(), tmp_path, model="m")
     assert "matplotlib" in fails(capsys, "--workloads", workloads, "--plots", tmp_path)
 

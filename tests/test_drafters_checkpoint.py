@@ -19,7 +19,8 @@ from dlite_agent.drafters.hybrid import HybridDrafter
 from dlite_agent.drafters.loading import load_drafter, trained_for
 from dlite_agent.drafters.lookup import LookupDrafter
 from dlite_agent.drafters.null import NullDrafter
-from dlite_agent.engine.decode import Request, decode
+from dlite_agent.engine.decode import decode
+from dlite_agent.engine.request import Request
 from dlite_agent.engine.state import TargetState
 from dlite_agent.engine.target import Target
 from dlite_agent.errors import DrafterError, DrafterFormatError, DrafterMismatchError

@@ -19,8 +19,9 @@ from dlite_agent.drafters.independent import IndependentDrafter, IndependentMode
 from dlite_agent.drafters.loading import layers_read, load_drafter, trained_for
 from dlite_agent.drafters.null import NullDrafter
 from dlite_agent.drafters.protocol import DraftView, Proposal, RowReader, TextKey
-from dlite_agent.engine.decode import Decoding, Request, Step, decode, resume, run_pass
+from dlite_agent.engine.decode import Decoding, decode, resume, run_pass
 from dlite_agent.engine.draft_length import FixedLength
+from dlite_agent.engine.request import Request, Step
 from dlite_agent.engine.sampling import SamplingParams
 from dlite_agent.engine.state import TargetState
 from dlite_agent.engine.target import Target

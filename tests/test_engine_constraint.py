@@ -15,7 +15,8 @@ from dlite_agent.drafters.lookup import LookupDrafter
 from dlite_agent.drafters.null import NullDrafter
 from dlite_agent.drafters.protocol import Drafter, DraftView, Proposal
 from dlite_agent.engine.constraint import TokenConstraint
-from dlite_agent.engine.decode import Request, Step, decode, resume
+from dlite_agent.engine.decode import decode, resume
+from dlite_agent.engine.request import Request, Step
 from dlite_agent.engine.sampling import SamplingParams
 from dlite_agent.engine.state import TargetState
 from dlite_agent.engine.target import Target

@@ -17,7 +17,8 @@ from dlite_agent.drafters.hybrid import HybridDrafter
 from dlite_agent.drafters.lookup import LookupDrafter
 from dlite_agent.drafters.null import NullDrafter
 from dlite_agent.drafters.protocol import Drafter, DraftView, Proposal
-from dlite_agent.engine.decode import PREFILL_CHUNK, Request, Step, decode, resume
+from dlite_agent.engine.decode import PREFILL_CHUNK, decode, resume
+from dlite_agent.engine.request import Request, Step
 from dlite_agent.engine.sampling import SamplingParams
 from dlite_agent.engine.state import TargetState
 from dlite_agent.engine.target import Target

@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 from dlite_agent.drafters.hybrid import HybridDrafter
 from dlite_agent.drafters.null import NullDrafter
 from dlite_agent.drafters.protocol import DraftView, Proposal
-from dlite_agent.engine.decode import Request, Step, decode, resume
+from dlite_agent.engine.decode import decode, resume
 from dlite_agent.engine.draft_length import AdaptiveLength, PassCost
 from dlite_agent.engine.drafting import Draft
+from dlite_agent.engine.request import Request, Step
 from dlite_agent.engine.sampling import SamplingParams
 from dlite_agent.engine.state import TargetState
 from dlite_agent.engine.target import Target

@@ -15,10 +15,11 @@ from dlite_agent.drafters.null import NullDrafter
 from dlite_agent.drafters.protocol import Drafter
 from dlite_agent.engine.attention import ROWWISE_MAX_ROWS
 from dlite_agent.engine.cache import SlabCache
-from dlite_agent.engine.decode import Request, decode
+from dlite_agent.engine.decode import decode
 from dlite_agent.engine.families import RECURRENT_FAMILIES, SLAB_FAMILIES
 from dlite_agent.engine.linear import MAX_ROWS, METHODS, RowTable, SmallRowLinear, Way
 from dlite_agent.engine.packed import Segment
+from dlite_agent.engine.request import Request
 from dlite_agent.engine.rowwise import RowMode, RowwiseActivation
 from dlite_agent.engine.sampling import SamplingParams
 from dlite_agent.engine.state import TargetState

@@ -13,7 +13,7 @@ from dlite_agent.drafters.null import NullDrafter
 from dlite_agent.drafters.protocol import Drafter
 from dlite_agent.engine import int8
 from dlite_agent.engine.attention import ROWWISE_MAX_ROWS
-from dlite_agent.engine.decode import MAX_DRAFT, Request, decode
+from dlite_agent.engine.decode import decode
 from dlite_agent.engine.families import SLAB_FAMILIES
 from dlite_agent.engine.int8 import (
     Int8Linear,
@@ -27,6 +27,7 @@ from dlite_agent.engine.int8 import (
     quantize_channels,
     quantize_rows,
 )
+from dlite_agent.engine.request import MAX_DRAFT, Request
 from dlite_agent.engine.rowwise import RowMode, RowwiseActivation
 from dlite_agent.engine.sampling import SamplingParams
 from dlite_agent.engine.state import TargetState

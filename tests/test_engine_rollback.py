@@ -15,9 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from dlite_agent.drafters.null import NullDrafter
 from dlite_agent.engine.cache import SlabCache
-from dlite_agent.engine.decode import Request, decode
+from dlite_agent.engine.decode import decode
 from dlite_agent.engine.families import FAMILIES, RECURRENT_FAMILIES
 from dlite_agent.engine.recurrent import MAX_KEPT_CHECKPOINTS, MAX_REWIND, RecurrentCache, RecurrentLayer
+from dlite_agent.engine.request import Request
 from dlite_agent.engine.state import TargetState
 from dlite_agent.engine.target import Target
 from dlite_agent.errors import UnsupportedModelError

@@ -20,9 +20,10 @@ from dlite_agent.drafters.lookup import LookupDrafter
 from dlite_agent.drafters.null import NullDrafter
 from dlite_agent.drafters.protocol import Drafter
 from dlite_agent.engine.attention import ROWWISE_MAX_ROWS
-from dlite_agent.engine.decode import PREFILL_CHUNK, Request, Step, decode
+from dlite_agent.engine.decode import PREFILL_CHUNK, decode
 from dlite_agent.engine.draft_length import AdaptiveLength, PassCost
 from dlite_agent.engine.packed import Segment
+from dlite_agent.engine.request import Request, Step
 from dlite_agent.engine.sampling import SamplingParams
 from dlite_agent.engine.scheduler import Limits, Scheduler
 from dlite_agent.engine.state import TargetState

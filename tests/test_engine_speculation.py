@@ -14,7 +14,8 @@ from dlite_agent.drafters.hybrid import HybridDrafter
 from dlite_agent.drafters.lookup import LookupDrafter
 from dlite_agent.drafters.null import NullDrafter
 from dlite_agent.drafters.protocol import Drafter
-from dlite_agent.engine.decode import MAX_DRAFT, Request, Step, decode
+from dlite_agent.engine.decode import decode
+from dlite_agent.engine.request import MAX_DRAFT, Request, Step
 from dlite_agent.engine.sampling import SamplingParams, draw
 from dlite_agent.engine.state import TargetState
 from dlite_agent.engine.target import Target

@@ -15,7 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from dlite_agent.drafters.null import NullDrafter
 from dlite_agent.drafters.pivot import pivot_layer_ids
-from dlite_agent.engine.decode import Request, decode
+from dlite_agent.engine.decode import decode
+from dlite_agent.engine.request import Request
 from dlite_agent.engine.state import TargetState
 from dlite_agent.engine.target import Target, fingerprint_of
 from dlite_agent.errors import ConfigError, CorruptModelError, UnsupportedModelError

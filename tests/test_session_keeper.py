@@ -11,7 +11,8 @@ import torch
 
 from dlite_agent.drafters.lookup import LookupDrafter
 from dlite_agent.drafters.null import NullDrafter
-from dlite_agent.engine.decode import Request, decode, resume
+from dlite_agent.engine.decode import decode, resume
+from dlite_agent.engine.request import Request
 from dlite_agent.engine.target import Target
 from dlite_agent.session_keeper import LiveSession, Reuse, SessionKeeper
 from dlite_agent.sessions.embedded import EmbeddedServer

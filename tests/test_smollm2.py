@@ -21,7 +21,8 @@ from dlite_agent.drafters.dlite import DLiteDrafter
 from dlite_agent.drafters.lookup import LookupDrafter
 from dlite_agent.drafters.null import NullDrafter
 from dlite_agent.drafters.protocol import Drafter
-from dlite_agent.engine.decode import Request, Step, decode
+from dlite_agent.engine.decode import decode
+from dlite_agent.engine.request import Request, Step
 from dlite_agent.engine.sampling import SamplingParams
 from dlite_agent.engine.state import TargetState
 from dlite_agent.runtime import Runtime, close_all

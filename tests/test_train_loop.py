@@ -27,8 +27,9 @@ from dlite_agent.drafters.dspark import DSparkDrafter
 from dlite_agent.drafters.independent import IndependentDrafter
 from dlite_agent.drafters.loading import load_drafter
 from dlite_agent.drafters.null import NullDrafter
-from dlite_agent.engine.decode import Request, decode, run_pass
+from dlite_agent.engine.decode import decode, run_pass
 from dlite_agent.engine.draft_length import FixedLength
+from dlite_agent.engine.request import Request
 from dlite_agent.engine.sampling import SamplingParams
 from dlite_agent.engine.state import TargetState
 from dlite_agent.engine.target import Target

@@ -15,8 +15,9 @@ from typing import Any, Protocol
 from dlite_agent.bench.prompts import KINDS, Kind, RecordedPrompt
 from dlite_agent.drafters.null import NullDrafter
 from dlite_agent.drafters.protocol import Drafter
-from dlite_agent.engine.decode import Request, Step, decode
+from dlite_agent.engine.decode import decode
 from dlite_agent.engine.draft_length import Planner
+from dlite_agent.engine.request import Request, Step
 from dlite_agent.engine.sampling import SamplingParams
 from dlite_agent.engine.state import TargetState
 from dlite_agent.engine.target import Target

@@ -23,8 +23,8 @@ from dlite_agent.bench.journal import Journal
 from dlite_agent.bench.reply_parts import token_kinds
 from dlite_agent.bench.tally import Mode, Record
 from dlite_agent.drafters.protocol import Drafter
-from dlite_agent.engine.decode import Step
 from dlite_agent.engine.draft_length import AdaptiveLength, PassCost
+from dlite_agent.engine.request import Step
 from dlite_agent.engine.sampling import SamplingParams
 from dlite_agent.engine.target import Target
 

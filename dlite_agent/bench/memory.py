@@ -82,7 +82,8 @@ def measure(folder: Path, *, num_tokens: int, num_skipped: int, home: Path) -> P
 
     from dlite_agent.bench.passes import fill
     from dlite_agent.drafters.null import NullDrafter
-    from dlite_agent.engine.decode import Request, decode
+    from dlite_agent.engine.decode import decode
+    from dlite_agent.engine.request import Request
     from dlite_agent.engine.state import TargetState
     from dlite_agent.engine.target import Target
 

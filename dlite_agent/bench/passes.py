@@ -17,7 +17,8 @@ from dlite_agent.drafters.null import NullDrafter
 from dlite_agent.drafters.protocol import Drafter
 from dlite_agent.engine import attention
 from dlite_agent.engine.cache import SlabCache
-from dlite_agent.engine.decode import Request, decode
+from dlite_agent.engine.decode import decode
+from dlite_agent.engine.request import Request
 from dlite_agent.engine.scheduler import Scheduler
 from dlite_agent.engine.state import TargetState
 from dlite_agent.engine.target import Target

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from dlite_agent.bench.exact import Mismatch
 from dlite_agent.bench.prompts import Kind
-from dlite_agent.engine.decode import Step
+from dlite_agent.engine.request import Step
 
 Mode = Literal["greedy", "seeded", "speed"]
 """Greedy and seeded (temperature 1) draft as much as they can, for tau; speed, greedy too, as the planner chooses."""

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from dlite_agent.bench.contest import Spread, tap
 from dlite_agent.bench.drafter_sessions import PLAIN, Contestant
 from dlite_agent.drafters.protocol import Drafter
-from dlite_agent.engine.decode import Request, decode
+from dlite_agent.engine.decode import decode
+from dlite_agent.engine.request import Request
 from dlite_agent.engine.state import TargetState
 from dlite_agent.engine.target import Target
 

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Protocol
 from dlite_agent.engine.linear import table_path, write_calibration
 
 if TYPE_CHECKING:
-    from dlite_agent.engine.decode import Step
     from dlite_agent.engine.drafting import Draft
+    from dlite_agent.engine.request import Step
     from dlite_agent.engine.target import Target
 
 _ROWS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)

@@ -22,8 +22,9 @@ from collections.abc import Generator
 from dataclasses import dataclass
 
 from dlite_agent.drafters.protocol import Drafter
-from dlite_agent.engine.decode import Decoding, Request, Step, run_pass
+from dlite_agent.engine.decode import Decoding, run_pass
 from dlite_agent.engine.draft_length import FixedLength, Planner
+from dlite_agent.engine.request import Request, Step
 from dlite_agent.engine.state import TargetState
 from dlite_agent.engine.target import Target
 from dlite_agent.errors import ConfigError, DLiteError, EngineBusyError

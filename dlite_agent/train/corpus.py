@@ -24,8 +24,9 @@ from langchain_core.messages import AIMessage, AnyMessage
 from dlite_agent.drafters.lookup import LookupDrafter
 from dlite_agent.drafters.null import NullDrafter
 from dlite_agent.drafters.protocol import Drafter
-from dlite_agent.engine.decode import Decoding, Request, Step, run_pass
+from dlite_agent.engine.decode import Decoding, run_pass
 from dlite_agent.engine.draft_length import FixedLength, Planner
+from dlite_agent.engine.request import Request, Step
 from dlite_agent.engine.sampling import SamplingParams, derived_seed
 from dlite_agent.engine.state import Ids, TargetState, common_prefix
 from dlite_agent.engine.target import Target, TargetOutput
