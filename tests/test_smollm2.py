@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from dlite_agent import ChatDLite, RedisSaver, SessionStore, Settings
-from dlite_agent.demo.replay import RecordedSession, read_sessions, replay
+from dlite_agent.demo.replay import replay
 from dlite_agent.drafters.dlite import DLiteDrafter
 from dlite_agent.drafters.lookup import LookupDrafter
 from dlite_agent.drafters.null import NullDrafter
@@ -25,6 +25,7 @@ from dlite_agent.engine.decode import decode
 from dlite_agent.engine.request import Request, Step
 from dlite_agent.engine.sampling import SamplingParams
 from dlite_agent.engine.state import TargetState
+from dlite_agent.recorded import RecordedSession, read_sessions
 from dlite_agent.runtime import Runtime, close_all
 from dlite_agent.sessions.embedded import EmbeddedServer
 from dlite_agent.testing import ScriptedDrafter, random_dlite

@@ -19,7 +19,6 @@ from dlite_agent.bench.contest import Contender, OurSide, Results, Run, Spread, 
 from dlite_agent.bench.exact import Comparison, Mismatch, first_difference, sampling_modes
 from dlite_agent.bench.prompts import RecordedPrompt, choose, recorded_sessions, session_prompts
 from dlite_agent.config import Settings
-from dlite_agent.demo.replay import RecordedSession
 from dlite_agent.drafters.loading import load_drafter
 from dlite_agent.drafters.lookup import LookupDrafter
 from dlite_agent.drafters.null import NullDrafter
@@ -29,6 +28,7 @@ from dlite_agent.engine.sampling import SamplingParams
 from dlite_agent.engine.target import Quantization, Target
 from dlite_agent.errors import ConfigError
 from dlite_agent.models import progress_bars, resolve
+from dlite_agent.recorded import RecordedSession
 
 if TYPE_CHECKING:
     from dlite_agent.runtime import Runtime

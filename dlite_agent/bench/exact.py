@@ -16,12 +16,12 @@ import torch
 from dlite_agent.bench.contest import OurSide
 from dlite_agent.bench.journal import Journal
 from dlite_agent.bench.prompts import session_prompts
-from dlite_agent.demo.replay import RecordedSession
 from dlite_agent.drafters.null import NullDrafter
 from dlite_agent.drafters.protocol import Drafter
 from dlite_agent.engine.decode import PREFILL_CHUNK
 from dlite_agent.engine.sampling import SamplingParams, gumbel_noise, kept_tokens
 from dlite_agent.engine.target import Target
+from dlite_agent.recorded import RecordedSession
 
 if TYPE_CHECKING:
     from dlite_agent.runtime import Runtime

@@ -13,8 +13,8 @@ from itertools import chain, zip_longest
 from pathlib import Path
 
 from dlite_agent.errors import ConfigError
+from dlite_agent.recorded import read_records
 from dlite_agent.train.recordings import Turn, training_sessions
-from dlite_agent.train.split import read_records
 
 AGENT_FAMILIES = ("bfcl", "taubench", "tau2", "tooltalk", "apibank", "openhands", "mint")
 _AGENT_FOLDER = "agent"

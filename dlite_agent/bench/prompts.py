@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Literal
 
 from langchain_core.messages import AIMessage
 
-from dlite_agent.demo.replay import RecordedSession, read_sessions
 from dlite_agent.errors import ConfigError
+from dlite_agent.recorded import RecordedSession, read_sessions
 
 if TYPE_CHECKING:
     from dlite_agent.runtime import Runtime

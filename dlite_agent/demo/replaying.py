@@ -12,8 +12,9 @@ from rich.table import Table
 
 from dlite_agent.chat_model import ChatDLite
 from dlite_agent.config import Settings
-from dlite_agent.demo.replay import RecordedSession, ReplayedCall, read_sessions, replay
+from dlite_agent.demo.replay import ReplayedCall, replay
 from dlite_agent.errors import ConfigError
+from dlite_agent.recorded import RecordedSession, read_sessions
 from dlite_agent.reply import PromptTooLongError
 from dlite_agent.sessions.embedded import connect
 from dlite_agent.sessions.saver import RedisSaver

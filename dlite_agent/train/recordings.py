@@ -15,8 +15,8 @@ from typing import Any
 
 from langchain_core.messages import AIMessage, AnyMessage, HumanMessage
 
-from dlite_agent.demo.replay import RecordedSession, read_sessions
-from dlite_agent.train.split import held_out_groups, read_groups, read_listed_ids, read_records
+from dlite_agent.recorded import RecordedSession, read_records, read_sessions
+from dlite_agent.train.split import held_out_groups, read_groups, read_listed_ids
 
 _BLOCK = 8
 

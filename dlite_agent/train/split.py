@@ -10,9 +10,9 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from dlite_agent.errors import ConfigError
+from dlite_agent.recorded import read_records
 
 HELD_OUT_SHARE = 0.05
 
@@ -31,22 +31,6 @@ def read_groups(workloads: Path) -> dict[str, str]:
         for record in read_records(file):
             groups[record["id"]] = record.get("group") or record["id"]
     return groups
-
-
-def read_records(file: Path) -> list[dict[str, Any]]:
-    """Return the records of a JSONL file, each an object with an id.
-
-    Raises:
-        ConfigError: If a line is none.
-    """
-    try:
-        records = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line]
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} cannot be read ({error}); expected a JSONL file of recorded sessions") from error
-    for number, record in enumerate(records, start=1):
-        if not isinstance(record, dict) or not isinstance(record.get("id"), str):
-            raise ConfigError(f"{file}: record {number} has no id; expected a recorded session")
-    return records
 
 
 def read_listed_ids(workloads: Path) -> frozenset[str]:
