@@ -14,17 +14,17 @@ import torch
 from langchain_core.messages import AIMessage
 
 from dlite_agent import runtime as runtimes
-from dlite_agent.bench import plots, shift
 from dlite_agent.bench.contest import OurSide
-from dlite_agent.bench.draft_cost import draft_costs
-from dlite_agent.bench.drafter_figures import DrafterReport, headline
-from dlite_agent.bench.drafter_sessions import Bounds, Contestant, SessionBench, contestant
-from dlite_agent.bench.drafters import DrafterOptions, golden_error
-from dlite_agent.bench.held_bytes import HeldBytes, reachable_bytes
-from dlite_agent.bench.held_out import HeldOutSession, held_out_sessions
-from dlite_agent.bench.reply_parts import token_kinds
-from dlite_agent.bench.tally import Mode, Record, Records, bucket
-from dlite_agent.bench.turn_changes import PLAN_EDIT, RESUME, TOOL_RESULT, TurnChanges
+from dlite_agent.bench.drafters import plots, shift
+from dlite_agent.bench.drafters.cost import draft_costs
+from dlite_agent.bench.drafters.figures import DrafterReport, headline
+from dlite_agent.bench.drafters.held_bytes import HeldBytes, reachable_bytes
+from dlite_agent.bench.drafters.held_out import HeldOutSession, held_out_sessions
+from dlite_agent.bench.drafters.measure import DrafterOptions, golden_error
+from dlite_agent.bench.drafters.reply_parts import token_kinds
+from dlite_agent.bench.drafters.sessions import Bounds, Contestant, SessionBench, contestant
+from dlite_agent.bench.drafters.tally import Mode, Record, Records, bucket
+from dlite_agent.bench.drafters.turn_changes import PLAN_EDIT, RESUME, TOOL_RESULT, TurnChanges
 from dlite_agent.cli import main
 from dlite_agent.config import Settings
 from dlite_agent.drafters import baselines, checkpoint

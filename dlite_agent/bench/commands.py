@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from dlite_agent.arguments import positive
-from dlite_agent.bench.drafter_commands import add_drafters
+from dlite_agent.bench.drafters.commands import add_drafters
 from dlite_agent.bench.output import (
     add_recorded,
     check_writable,

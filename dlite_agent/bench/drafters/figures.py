@@ -12,10 +12,10 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from dlite_agent.bench.draft_cost import Costs
-from dlite_agent.bench.drafter_sessions import PLAIN
-from dlite_agent.bench.tally import CONTEXTS, TURNS, Mode, Records
-from dlite_agent.bench.turn_changes import TurnCost
+from dlite_agent.bench.drafters.cost import Costs
+from dlite_agent.bench.drafters.sessions import PLAIN
+from dlite_agent.bench.drafters.tally import CONTEXTS, TURNS, Mode, Records
+from dlite_agent.bench.drafters.turn_changes import TurnCost
 
 CEILINGS = frozenset(
     ["draft_8k_over_512", "draft_over_verify", "drafter_state_bytes", "shift_100k", "golden_max_err", "mismatches"]

@@ -24,9 +24,9 @@ from dlite_agent.bench.output import (
 from dlite_agent.config import Settings
 
 if TYPE_CHECKING:
-    from dlite_agent.bench.drafter_figures import DrafterReport
-    from dlite_agent.bench.drafters import DrafterOptions
-    from dlite_agent.bench.tally import Records
+    from dlite_agent.bench.drafters.figures import DrafterReport
+    from dlite_agent.bench.drafters.measure import DrafterOptions
+    from dlite_agent.bench.drafters.tally import Records
 
 
 def add_drafters(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -49,8 +49,9 @@ def add_drafters(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 def _drafters(arguments: argparse.Namespace, settings: Settings, console: Console) -> int:
     import torch
 
-    from dlite_agent.bench import drafters, plots
-    from dlite_agent.bench.drafter_figures import headline
+    from dlite_agent.bench.drafters import measure as drafters
+    from dlite_agent.bench.drafters import plots
+    from dlite_agent.bench.drafters.figures import headline
     from dlite_agent.bench.report import json_line
 
     check_writable(arguments.json)
@@ -79,7 +80,7 @@ def _drafters(arguments: argparse.Namespace, settings: Settings, console: Consol
 
 
 def _options(arguments: argparse.Namespace) -> DrafterOptions:
-    from dlite_agent.bench.drafters import QUICK, DrafterOptions
+    from dlite_agent.bench.drafters.measure import QUICK, DrafterOptions
 
     options = QUICK if arguments.quick else DrafterOptions()
     given = {
@@ -132,7 +133,7 @@ def _number(value: float | None, form: str = ".2f") -> str:
 
 def _reach_table(model: str, report: DrafterReport) -> Table:
     """Tabulate each drafter's tau, speed and cost over all sessions."""
-    from dlite_agent.bench.drafter_sessions import PLAIN
+    from dlite_agent.bench.drafters.sessions import PLAIN
 
     records, agents = report.records, report.records.of_agents()
     columns = ("tau", "T=1", "tools", "prose", "tok/s", "x plain", "draft ms", "verify ms")
@@ -167,7 +168,7 @@ def _memory_table(report: DrafterReport) -> Table:
 
 def _places_table(report: DrafterReport) -> Table:
     """Tabulate tau by family, turn and context."""
-    from dlite_agent.bench.tally import CONTEXTS, TURNS
+    from dlite_agent.bench.drafters.tally import CONTEXTS, TURNS
 
     records, agents = report.records, report.records.of_agents()
     table = _by_drafter("tau T=0", report)

@@ -13,7 +13,7 @@ from typing import Any
 
 from dlite_agent.bench import passes
 from dlite_agent.bench.contest import OurSide, Spread, tap
-from dlite_agent.bench.drafter_sessions import Contestant
+from dlite_agent.bench.drafters.sessions import Contestant
 from dlite_agent.engine.state import TargetState
 from dlite_agent.engine.target import Target
 

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 from langchain_core.messages import AIMessage, AnyMessage
 
 from dlite_agent.bench.contest import OurSide, tap
+from dlite_agent.bench.drafters.held_bytes import HeldBytes, StateKeeper
+from dlite_agent.bench.drafters.held_out import HeldOutSession
+from dlite_agent.bench.drafters.reply_parts import token_kinds
+from dlite_agent.bench.drafters.tally import Mode, Record
 from dlite_agent.bench.exact import first_difference
-from dlite_agent.bench.held_bytes import HeldBytes, StateKeeper
-from dlite_agent.bench.held_out import HeldOutSession
 from dlite_agent.bench.journal import Journal
-from dlite_agent.bench.reply_parts import token_kinds
-from dlite_agent.bench.tally import Mode, Record
 from dlite_agent.drafters.protocol import Drafter
 from dlite_agent.engine.draft_length import AdaptiveLength, PassCost
 from dlite_agent.engine.request import Step

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from dlite_agent.bench.contest import Spread, tap
-from dlite_agent.bench.drafter_sessions import PLAIN, Contestant
+from dlite_agent.bench.drafters.sessions import PLAIN, Contestant
 from dlite_agent.drafters.protocol import Drafter
 from dlite_agent.engine.decode import decode
 from dlite_agent.engine.request import Request

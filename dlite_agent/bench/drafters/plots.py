@@ -9,11 +9,11 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from dlite_agent.bench.tally import TURNS
+from dlite_agent.bench.drafters.tally import TURNS
 from dlite_agent.errors import MissingDependencyError
 
 if TYPE_CHECKING:
-    from dlite_agent.bench.drafter_figures import DrafterReport
+    from dlite_agent.bench.drafters.figures import DrafterReport
 
 Points = tuple[list[Any], list[float]]
 

@@ -1,7 +1,7 @@
 """Drafters against each other on held-out sessions: how far they reach, what they cost, what they keep.
 
-For each target and drafter: tau by family, part of the reply, turn and context (`drafter_sessions`, `tally`); the time
-of a draft by context (`draft_cost`); what a change of turn costs (`turn_changes`); the bytes held between turns
+For each target and drafter: tau by family, part of the reply, turn and context (`sessions`, `tally`); the time
+of a draft by context (`cost`); what a change of turn costs (`turn_changes`); the bytes held between turns
 (`held_bytes`). Where several targets are measured, a figure is that of the target it is worst for.
 """
 
@@ -15,15 +15,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dlite_agent import runtime as runtimes
-from dlite_agent.bench import passes, shift
+from dlite_agent.bench import passes
 from dlite_agent.bench.contest import OurSide, tap
-from dlite_agent.bench.draft_cost import draft_costs
-from dlite_agent.bench.drafter_figures import DrafterReport
-from dlite_agent.bench.drafter_sessions import PLAIN, Bounds, Contestant, SessionBench, contestant, measure_sessions
-from dlite_agent.bench.held_out import HeldOutSession, held_out_sessions
+from dlite_agent.bench.drafters import shift
+from dlite_agent.bench.drafters.cost import draft_costs
+from dlite_agent.bench.drafters.figures import DrafterReport
+from dlite_agent.bench.drafters.held_out import HeldOutSession, held_out_sessions
+from dlite_agent.bench.drafters.sessions import PLAIN, Bounds, Contestant, SessionBench, contestant, measure_sessions
+from dlite_agent.bench.drafters.tally import Record, Records
+from dlite_agent.bench.drafters.turn_changes import TurnChanges
 from dlite_agent.bench.journal import Journal
-from dlite_agent.bench.tally import Record, Records
-from dlite_agent.bench.turn_changes import TurnChanges
 from dlite_agent.config import Settings
 from dlite_agent.drafters import golden
 from dlite_agent.drafters.loading import load_drafter, trained_for

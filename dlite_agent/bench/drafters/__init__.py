@@ -1,0 +1,1 @@
+"""Drafters against each other on held-out sessions."""
