@@ -330,7 +330,7 @@ def test_the_first_difference_is_where_texts_part_or_one_has_ended(llama: Target
 def test_the_journal_of_another_configuration_is_not_taken(tmp_path: Path, llama: Target) -> None:
     path = tmp_path / "journal.jsonl"
     comparison = Comparison(llama, LookupDrafter(), END, max_tokens=4)
-    num_tokens, found = comparison.prompt(OurSide(llama, end_ids=END), PROMPT)
+    num_tokens, found = comparison.prompt(comparison.sides(), PROMPT)
     assert 0 < num_tokens <= 8
     assert found == []
     mismatch = first_difference(llama, PROMPT, [1], [2], sampling=GREEDY)

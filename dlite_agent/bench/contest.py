@@ -15,11 +15,11 @@ from typing import Any, Protocol
 from dlite_agent.bench.prompts import KINDS, Kind, RecordedPrompt
 from dlite_agent.drafters.null import NullDrafter
 from dlite_agent.drafters.protocol import Drafter
-from dlite_agent.engine.decode import decode
+from dlite_agent.engine.decode import Decoding, decode
 from dlite_agent.engine.draft_length import Planner
 from dlite_agent.engine.request import Request, Step
 from dlite_agent.engine.sampling import SamplingParams
-from dlite_agent.engine.state import TargetState
+from dlite_agent.engine.state import TargetState, common_prefix
 from dlite_agent.engine.target import Target
 from dlite_agent.errors import ConfigError
 
@@ -99,6 +99,17 @@ class OurSide:
             list(decode(self.target, self.state, drafter or NullDrafter(), Request(ids[:-1], max_new_tokens=1)))
         return time.perf_counter() - start
 
+    def follow(self, other: OurSide, ids: Sequence[int]) -> None:
+        """Take over the rows of a prompt that another side holds, those that are not there already."""
+        if not self.target.is_restorable:
+            self.extend(ids)
+            return
+        theirs = other.state.ids[: other.state.num_rows]
+        shared = common_prefix(self.state.ids[: self.state.num_rows], theirs)
+        self.state.rewind(shared)
+        self.state.cache.append(other.state.cache.rows(shared, len(theirs)))
+        self.state.append(theirs[shared:])
+
     def run(
         self,
         ids: Sequence[int],
@@ -123,9 +134,18 @@ class OurSide:
         planner: Planner | None = None,
     ) -> Iterator[Step]:
         """Decode as `run` does, step by step."""
-        sampling = sampling or SamplingParams()
-        request = Request(ids, sampling=sampling, max_new_tokens=max_tokens, end_ids=self.end_ids)
+        request = self._request(ids, max_tokens, sampling)
         return decode(self.target, self.state, drafter, request, planner=planner)
+
+    def decoding(
+        self, ids: Sequence[int], drafter: Drafter, *, max_tokens: int, sampling: SamplingParams | None = None
+    ) -> Decoding:
+        """Return what decodes as `run` does, for passes that serve several sides."""
+        return Decoding(self.target, self.state, drafter, self._request(ids, max_tokens, sampling))
+
+    def _request(self, ids: Sequence[int], max_tokens: int, sampling: SamplingParams | None) -> Request:
+        sampling = sampling or SamplingParams()
+        return Request(ids, sampling=sampling, max_new_tokens=max_tokens, end_ids=self.end_ids)
 
 
 @dataclass(frozen=True, slots=True)

@@ -359,7 +359,7 @@ class _Bench:
             target, LookupDrafter(), self._runtime.end_ids, max_tokens=self._options.max_tokens, modes=modes
         )
         for prompt in prompts:
-            found = comparison.prompt(side, prompt.ids)[1]
+            found = comparison.prompt([side], prompt.ids)[1]
             report.mismatches += [replace(m, session=prompt.session_id, turn=prompt.turn) for m in found]
         report.figures["mismatches"] = Spread.of([float(len(report.mismatches))])
 

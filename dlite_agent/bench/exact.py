@@ -1,8 +1,9 @@
 """Does speculation change the text? Every assistant turn of recorded sessions, plain against speculative.
 
-Each turn is decoded four times behind the same prompt rows: greedily and with a seed, plain and speculative. What
-differs is listed with the distance between the two best tokens there, from a pass of its own over all tokens before:
-where that is tiny, rounding alone can turn the choice (a near tie). A near tie counts like any other mismatch.
+Each turn is decoded four times behind the same prompt rows: greedily and with a seed, plain and speculative. The two
+ways of drawing share their passes, which are packed and have other numbers of rows, plain or speculative. What differs
+is listed with the distance between the two best tokens there, from a pass of its own over all tokens before: where that
+is tiny, rounding alone can turn the choice (a near tie). A near tie counts like any other mismatch.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from dlite_agent.bench.journal import Journal
 from dlite_agent.bench.prompts import session_prompts
 from dlite_agent.drafters.null import NullDrafter
 from dlite_agent.drafters.protocol import Drafter
-from dlite_agent.engine.decode import PREFILL_CHUNK
+from dlite_agent.engine.decode import PREFILL_CHUNK, run_pass
+from dlite_agent.engine.draft_length import FixedLength
 from dlite_agent.engine.sampling import SamplingParams, gumbel_noise, kept_tokens
 from dlite_agent.engine.target import Target
 from dlite_agent.recorded import RecordedSession
@@ -101,13 +103,13 @@ class Comparison:
 
     def session(self, session: RecordedSession, runtime: Runtime) -> SessionReport:
         """Compare every turn of a session; a turn's prompt keeps the rows of the one before as far as they agree."""
-        side = OurSide(self.target, end_ids=self.end_ids)
+        sides = self.sides()
         report = SessionReport(session.id)
         for prompt in session_prompts(session, runtime):
             if len(prompt.ids) > self.target.max_positions - self.max_tokens:
                 report = replace(report, skipped=report.skipped + 1)
                 continue
-            num_tokens, found = self.prompt(side, prompt.ids)
+            num_tokens, found = self.prompt(sides, prompt.ids)
             named = tuple(replace(m, session=prompt.session_id, turn=prompt.turn) for m in found)
             report = replace(
                 report,
@@ -117,19 +119,37 @@ class Comparison:
             )
         return report
 
-    def prompt(self, side: OurSide, ids: Sequence[int]) -> tuple[int, list[Mismatch]]:
+    def sides(self) -> list[OurSide]:
+        """Return a side for each mode, without rows."""
+        return [OurSide(self.target, end_ids=self.end_ids) for _ in self.modes]
+
+    def prompt(self, sides: Sequence[OurSide], ids: Sequence[int]) -> tuple[int, list[Mismatch]]:
         """Compare the texts of one prompt in every mode; returns the tokens compared and what differs."""
-        side.extend(ids)
-        num_tokens = 0
+        sides[0].extend(ids)
+        for side in sides[1:]:
+            side.follow(sides[0], ids)
+        plain = self._texts(sides, ids, NullDrafter())
+        speculative = self._texts(sides, ids, self.drafter)
         found = []
-        for mode, sampling in self.modes.items():
-            plain = side.run(ids, NullDrafter(), max_tokens=self.max_tokens, sampling=sampling).tokens
-            speculative = side.run(ids, self.drafter, max_tokens=self.max_tokens, sampling=sampling).tokens
-            num_tokens += len(plain)
-            mismatch = first_difference(self.target, ids, plain, speculative, sampling=sampling)
+        for (mode, sampling), expected, got in zip(self.modes.items(), plain, speculative, strict=True):
+            mismatch = first_difference(self.target, ids, expected, got, sampling=sampling)
             if mismatch is not None:
                 found.append(replace(mismatch, mode=mode))
-        return num_tokens, found
+        return sum(map(len, plain)), found
+
+    def _texts(self, sides: Sequence[OurSide], ids: Sequence[int], drafter: Drafter) -> list[list[int]]:
+        """Decode in every mode, in passes that serve all."""
+        decodings = [
+            side.decoding(ids, drafter, max_tokens=self.max_tokens, sampling=sampling)
+            for side, sampling in zip(sides, self.modes.values(), strict=True)
+        ]
+        while unfinished := [decoding for decoding in decodings if not decoding.is_done]:
+            alone = [decoding for decoding in unfinished if decoding.needs_own_pass]
+            run_pass(self.target, alone[:1] or unfinished, FixedLength())
+        for decoding in decodings:
+            if decoding.error is not None:
+                raise decoding.error
+        return [decoding.state.ids[len(ids) :].tolist() for decoding in decodings]
 
 
 def first_difference(
