@@ -319,6 +319,26 @@ def test_the_command_trains_and_writes_down_what_it_did(
     assert main(["train", *swapped, "--out", str(tmp_path / "other"), "--epochs", "1", *options]) == 1
 
 
+def test_a_head_can_begin_as_the_targets(model_folder: Path, target: Target, corpus: Path, tmp_path: Path) -> None:
+    run = trainer(model_folder, corpus, tmp_path, "has_target_head=true", "rank=32")
+    assert isinstance(run.student, DLiteStudent)
+    net, embedding = run.student.model, run.student.embedding
+    hidden, state = torch.randn(5, target.hidden_size), torch.zeros(5, 32)
+    rows = target.head[net.draft_to_target.long()]
+    with torch.no_grad():  # of full rank it is the target's own
+        assert torch.allclose(net.sequential_head.logits(state, hidden), hidden @ rows.T, atol=1e-3)
+        seen = net.sequential_head.previous(torch.arange(target.vocab_size), embedding)
+    assert seen.square().mean().item() == pytest.approx(1.0, rel=1e-3)
+    cut = trainer(model_folder, corpus, tmp_path / "cut", "has_target_head=true", "rank=8")
+    assert isinstance(cut.student, DLiteStudent)
+    with torch.no_grad():
+        near = cut.student.model.sequential_head.logits(torch.zeros(5, 8), hidden)
+    best = torch.linalg.svdvals(rows)[8:].square().sum() / rows.square().sum()
+    assert ((near - hidden @ rows.T).square().sum() / (hidden @ rows.T).square().sum()).item() < 2 * best.item()
+    with pytest.raises(ConfigError, match="rank is 33"):
+        trainer(model_folder, corpus, tmp_path / "wide", "has_target_head=true", "rank=33")
+
+
 def test_a_baseline_needs_a_corpus_with_whole_prompts(model_folder: Path, target: Target, tmp_path: Path) -> None:
     writer = CorpusWriter(tmp_path / "corpus", facts_of(target, is_held_out=False))
     writer.add(answer(target, 0, 0)[0])

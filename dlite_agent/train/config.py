@@ -28,6 +28,7 @@ class TrainConfig:
         draft_vocab_size: V_d, tokens the drafter can write.
         has_confidence: Train a confidence head.
         has_mask_embedding: Learn the mask instead of taking row 0 of the embedding.
+        has_target_head: Whether the sequential head begins as the target's own, cut to its rank, or at random.
         batch_size: Anchors per step.
         learning_rate: Highest, after the warm-up.
         warm_up: Share of the run in which it rises; then it falls along a cosine to `final_rate` of it.
@@ -60,6 +61,7 @@ class TrainConfig:
     draft_vocab_size: int = 8192
     has_confidence: bool = True
     has_mask_embedding: bool = True
+    has_target_head: bool = False
     batch_size: int = 128
     learning_rate: float = 6e-4
     warm_up: float = 0.04

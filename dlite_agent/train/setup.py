@@ -34,6 +34,7 @@ from dlite_agent.train.students import (
     IndependentStudent,
     Student,
     TeacherStudent,
+    head_of_target,
     start_afresh,
 )
 from dlite_agent.train.teacher import Teacher
@@ -120,13 +121,15 @@ def _student(config: TrainConfig, corpus: dict[str, Any], paths: list[Path], fol
     model = _model(config, shape)
     vocabulary = frequent_tokens(paths, count=shape.draft_vocab_size, vocab_size=shape.vocab_size)
     start_afresh(model, draft_to_target=vocabulary, mask=embedding.mean(dim=0), seed=config.seed)
-    model, embedding = model.to(device), embedding.to(device)
+    tensor = _read_tensor(folder, "lm_head.weight")
+    head = embedding if tensor is None else tensor
+    if config.has_target_head and not isinstance(model, HistoryModel):
+        head_of_target(model.net if isinstance(model, Teacher) else model, embedding, head)
+    model, embedding, head = model.to(device), embedding.to(device), head.to(device)
     if isinstance(model, Teacher):
         return TeacherStudent(model, embedding)
     if isinstance(model, DLiteModel):
         return DLiteStudent(model, embedding)
-    tensor = _read_tensor(folder, "lm_head.weight")
-    head = embedding if tensor is None else tensor.to(device)
     if isinstance(model, DSparkModel):
         return DSparkStudent(model, embedding, head)
     assert isinstance(model, IndependentModel)

@@ -14,6 +14,7 @@ from dlite_agent.drafters.dlite import DLiteModel
 from dlite_agent.drafters.dspark import DSparkModel
 from dlite_agent.drafters.history import FixedRows, HistoryModel, head_logits
 from dlite_agent.drafters.independent import IndependentModel
+from dlite_agent.errors import ConfigError
 from dlite_agent.train.anchors import Batch
 from dlite_agent.train.teacher import Teacher, window_rows
 
@@ -103,6 +104,30 @@ def start_afresh(
                 tensor.copy_(mask)
             if name.endswith("draft_to_target"):
                 tensor.copy_(draft_to_target)
+
+
+def head_of_target(net: DLiteModel, embedding: torch.Tensor, head: torch.Tensor) -> None:
+    """Let a sequential head begin as the best one of its rank that says what the target's own head says.
+
+    Output and fusing weights are the leading singular vectors of the target's rows for the tokens that are drafted; a
+    previous token is seen along the leading directions of the embedding.
+
+    Args:
+        net: Changed in place; its vocabulary must be there.
+        embedding: `[vocab, d]`, the target's.
+        head: `[vocab, d]`, its output rows.
+    """
+    own, rank = net.sequential_head, net.config.sequential_rank
+    if rank > net.config.hidden_size:
+        raise ConfigError(f"rank is {rank}; a head from the target's can have {net.config.hidden_size} at most")
+    left, values, right = torch.linalg.svd(head[net.draft_to_target.long()].double(), full_matrices=False)
+    root = values[:rank].sqrt()
+    _, spread, directions = torch.linalg.svd(embedding.double(), full_matrices=False)
+    scale = len(embedding) ** 0.5 / spread[:rank]
+    with torch.no_grad():
+        own.output_proj.weight.copy_(left[:, :rank] * root)
+        own.state_hidden_mlp.weight[:, rank:].copy_(right[:rank] * root.unsqueeze(1))
+        own.prev_token_proj.weight.copy_(directions[:rank] * scale.unsqueeze(1))
 
 
 class DLiteStudent:
