@@ -6,6 +6,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -504,6 +505,25 @@ class Hoarder:
         for view in views:
             self.seen.setdefault(len(view.ids), []).append(view.ids.copy())
         return [Proposal((), self.name) for _ in views]
+
+
+def test_replies_are_held_to_the_tools_and_what_that_forces_is_drafted(
+    runtime: Runtime, workloads: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = held_out_sessions(workloads)[0]
+    drafters = contestants_of(runtime.target, NullDrafter(), LookupDrafter())
+    called = partial(runtime.grammars.tool_call, choice="any")  # a model with random weights calls no tool by itself
+    monkeypatch.setattr(runtime.grammars, "tool_call", lambda tools, choice, dialect: called(tools, dialect=dialect))
+    held, free = (
+        Records(SessionBench(runtime, drafters, Bounds(1000, 40, has_grammar=has_grammar)).measure(session))
+        for has_grammar in (True, False)
+    )
+    assert not held.mismatches() and not free.mismatches()
+    assert held.cell("null", "greedy", kind="tool").tokens > 0
+    assert held.tau("null", "greedy", kind="tool") == 1.0
+    lookup = held.tau("lookup", "greedy", kind="tool")
+    assert lookup is not None and lookup > 1.5  # {"name": "add", "arguments": {"a": leaves no choice
+    assert free.cell("null", "greedy", kind="tool").tokens == 0
 
 
 def test_a_drafter_that_keeps_texts_unsaid_is_found_out(llama: Target) -> None:

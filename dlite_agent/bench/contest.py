@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, Protocol
 
@@ -132,9 +132,10 @@ class OurSide:
         max_tokens: int,
         sampling: SamplingParams | None = None,
         planner: Planner | None = None,
+        **options: Any,
     ) -> Iterator[Step]:
-        """Decode as `run` does, step by step."""
-        request = self._request(ids, max_tokens, sampling)
+        """Decode as `run` does, step by step; `options` are further fields of the request."""
+        request = replace(self._request(ids, max_tokens, sampling), **options)
         return decode(self.target, self.state, drafter, request, planner=planner)
 
     def decoding(

@@ -37,6 +37,7 @@ def add_drafters(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser.add_argument("--quick", action="store_true", help="the short sessions of subset smoke: a few minutes")
     parser.add_argument("--max-prompt", type=positive, metavar="N", help="leave out longer prompts")
     parser.add_argument("--max-turns", type=positive, metavar="N", help="so many turns of a session, spread evenly")
+    parser.add_argument("--no-grammar", action="store_true", help="do not hold tool calls to the tools' schemas")
     parser.add_argument("--repeats", type=int, metavar="N", help="rounds of what is timed apart; 0 leaves that out")
     parser.add_argument(
         "--golden", type=Path, metavar="PATH", help="compare with recorded outputs of DLite checkpoints"
@@ -97,6 +98,7 @@ def _options(arguments: argparse.Namespace) -> DrafterOptions:
         **{name: value for name, value in given.items() if value is not None},
         drafters=tuple(arguments.drafter),
         workloads=arguments.workloads,
+        has_grammar=not arguments.no_grammar,
         golden=arguments.golden,
         seed=arguments.seed,
     )

@@ -59,6 +59,7 @@ class DrafterOptions:
         long_context: The long context at which drafts are timed, if the target has room for it.
         change_context: The context whose turns change.
         result_tokens: Length of the tool result that comes behind it.
+        has_grammar: Whether tool calls are held to the tools' schemas, as a chat model holds them.
         golden: Folder of reference checkpoints with recorded outputs, or of one; None for no comparison.
         seed: Names the sampling noise.
     """
@@ -75,6 +76,7 @@ class DrafterOptions:
     long_context: int = passes.LONG_CONTEXT
     change_context: int = 2048
     result_tokens: int = 1000
+    has_grammar: bool = True
     golden: Path | None = None
     seed: int = 0
 
@@ -194,7 +196,7 @@ class _Bench:
     ) -> list[Record]:
         options = self._options
         specs = [contestant.spec for contestant in contestants]
-        bounds = Bounds(options.max_prompt, options.max_tokens, options.max_turns, options.seed)
+        bounds = Bounds(options.max_prompt, options.max_tokens, options.max_turns, options.has_grammar, options.seed)
         configuration = {"target": self._target.fingerprint, "drafters": specs, **asdict(bounds)}
         return measure_sessions(
             SessionBench(self._runtime, contestants, bounds),

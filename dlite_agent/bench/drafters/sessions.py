@@ -4,6 +4,9 @@ A turn's prompt keeps the rows of the one before. Drafters without a memory of t
 memory has a session of its own, as it would have in use. Each reply is decoded three times by each drafter, and the
 drafters alternate: at the planner's draft lengths (first, so that what a new turn costs a drafter is in its time),
 then greedily and with a seed, drafting as much as they can. All must give the tokens that plain decoding gives.
+
+Replies are held to the offered tools' grammar as a chat model holds them (`tool_choice="auto"`), and what it forces is
+drafted, by every drafter but plain decoding, which drafts nothing.
 """
 
 from __future__ import annotations
@@ -23,10 +26,12 @@ from dlite_agent.bench.drafters.tally import Mode, Record
 from dlite_agent.bench.exact import first_difference
 from dlite_agent.bench.journal import Journal
 from dlite_agent.drafters.protocol import Drafter
+from dlite_agent.engine.constraint import TokenConstraint
 from dlite_agent.engine.draft_length import AdaptiveLength, PassCost
 from dlite_agent.engine.request import Step
 from dlite_agent.engine.sampling import SamplingParams
 from dlite_agent.engine.target import Target
+from dlite_agent.errors import UnsupportedSchemaError
 
 if TYPE_CHECKING:
     from dlite_agent.runtime import Runtime
@@ -35,6 +40,8 @@ if TYPE_CHECKING:
 PLAIN = "null"
 _WARM_UP_IDS = tuple(range(10, 26))
 _WARM_UP_TOKENS = 8
+
+Tools = Sequence[Mapping[str, Any]]
 
 Lap = list[tuple[float, Step]]
 """The passes of one reply, and the seconds of each."""
@@ -90,12 +97,14 @@ class Bounds:
         max_prompt: Longest prompt.
         max_tokens: Upper bound of tokens per reply.
         max_turns: Most turns of a session, spread evenly; None for all.
+        has_grammar: Whether tool calls are held to the tools' schemas.
         seed: Names the sampling noise.
     """
 
     max_prompt: int
     max_tokens: int
     max_turns: int | None = None
+    has_grammar: bool = True
     seed: int = 0
 
     def sampling(self) -> dict[Mode, SamplingParams]:
@@ -126,7 +135,7 @@ class SessionBench:
                     record.skipped += 1
                 continue
             turn = session.turns[index]
-            laps = self._turn(sides, records, ids, turn=index)
+            laps = self._turn(sides, records, ids, turn.tools, turn=index)
             self._take(records, laps, ids, turn.tools, turn=index)
             replies[len(turn.messages)] = self._text(_tokens(laps["speed"][0]))
         return records
@@ -154,7 +163,7 @@ class SessionBench:
         return [OurSide(target, end_ids=end_ids) if c.has_memory else shared for c in self._contestants]
 
     def _turn(
-        self, sides: Sequence[OurSide], records: Sequence[Record], ids: Sequence[int], *, turn: int
+        self, sides: Sequence[OurSide], records: Sequence[Record], ids: Sequence[int], tools: Tools, *, turn: int
     ) -> dict[Mode, list[Lap]]:
         """Let every contestant decode the reply in every mode; returns laps by mode in the contestants' order."""
         prefill_seconds: dict[int, float] = {}
@@ -170,7 +179,10 @@ class SessionBench:
                 if mode == "greedy" and self._contestants[index].spec == PLAIN:
                     found[index] = laps["speed"][index]  # it has no draft lengths to choose
                     continue
-                found[index] = self._lap(sides[index], self._contestants[index], ids, mode=mode, sampling=sampling)
+                contestant, constraint = self._contestants[index], self._constraint(tools)
+                found[index] = self._lap(
+                    sides[index], contestant, ids, mode=mode, sampling=sampling, held_to=constraint
+                )
             laps[mode] = [found[index] for index in range(len(sides))]
         for index, record in enumerate(records):
             lap = laps["speed"][index]
@@ -179,26 +191,45 @@ class SessionBench:
         return laps
 
     def _lap(
-        self, side: OurSide, contestant: Contestant, ids: Sequence[int], *, mode: Mode, sampling: SamplingParams
+        self,
+        side: OurSide,
+        contestant: Contestant,
+        ids: Sequence[int],
+        *,
+        mode: Mode,
+        sampling: SamplingParams,
+        held_to: TokenConstraint | None,
     ) -> Lap:
         """Decode one reply."""
         tap(side.target, contestant.layer_ids)
         planner = contestant.planner if mode == "speed" else None
-        max_tokens = self._bounds.max_tokens
+        options: dict[str, Any] = {"max_tokens": self._bounds.max_tokens, "sampling": sampling, "planner": planner}
+        options |= {"constraint": held_to} | ({"max_draft": 0} if contestant.spec == PLAIN else {})
         lap: Lap = []
         before = time.perf_counter()
-        for step in side.steps(ids, contestant.drafter, max_tokens=max_tokens, sampling=sampling, planner=planner):
+        for step in side.steps(ids, contestant.drafter, **options):
             now = time.perf_counter()
             lap.append((now - before, step))
             before = now
         return lap
+
+    def _constraint(self, tools: Tools) -> TokenConstraint | None:
+        """Return what holds a reply, or None where nothing does or can."""
+        if not tools or not self._bounds.has_grammar:
+            return None
+        try:
+            dialect = self._runtime.template.dialect
+            constraint: TokenConstraint = self._runtime.grammars.tool_call(tools, choice="auto", dialect=dialect)
+            return constraint
+        except UnsupportedSchemaError:
+            return None
 
     def _take(
         self,
         records: Sequence[Record],
         laps: Mapping[Mode, list[Lap]],
         ids: Sequence[int],
-        tools: Sequence[Mapping[str, Any]],
+        tools: Tools,
         *,
         turn: int,
     ) -> None:
