@@ -339,6 +339,15 @@ def test_a_head_can_begin_as_the_targets(model_folder: Path, target: Target, cor
         trainer(model_folder, corpus, tmp_path / "wide", "has_target_head=true", "rank=33")
 
 
+@pytest.mark.parametrize("kind", ["dspark", "independent"])
+def test_a_baselines_first_logits_are_tame(model_folder: Path, corpus: Path, tmp_path: Path, kind: str) -> None:
+    run = trainer(model_folder, corpus, tmp_path, f"kind={kind}")
+    batch = next(run.stream.batches(Position()))
+    with torch.no_grad():
+        logits, _ = run.student.logits(run.student.hidden(batch), batch, batch.tokens)
+    assert 0.3 < logits.std(dim=-1).mean().item() < 3.0
+
+
 def test_a_baseline_needs_a_corpus_with_whole_prompts(model_folder: Path, target: Target, tmp_path: Path) -> None:
     writer = CorpusWriter(tmp_path / "corpus", facts_of(target, is_held_out=False))
     writer.add(answer(target, 0, 0)[0])

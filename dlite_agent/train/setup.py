@@ -36,6 +36,7 @@ from dlite_agent.train.students import (
     TeacherStudent,
     head_of_target,
     start_afresh,
+    temper,
 )
 from dlite_agent.train.teacher import Teacher
 
@@ -123,7 +124,9 @@ def _student(config: TrainConfig, corpus: dict[str, Any], paths: list[Path], fol
     start_afresh(model, draft_to_target=vocabulary, mask=embedding.mean(dim=0), seed=config.seed)
     tensor = _read_tensor(folder, "lm_head.weight")
     head = embedding if tensor is None else tensor
-    if config.has_target_head and not isinstance(model, HistoryModel):
+    if isinstance(model, HistoryModel):
+        temper(model, head)
+    elif config.has_target_head:
         head_of_target(model.net if isinstance(model, Teacher) else model, embedding, head)
     model, embedding, head = model.to(device), embedding.to(device), head.to(device)
     if isinstance(model, Teacher):

@@ -106,6 +106,12 @@ def start_afresh(
                 tensor.copy_(draft_to_target)
 
 
+def temper(model: HistoryModel, head: torch.Tensor) -> None:
+    """Scale a baseline's last norm so that its first logits, over the output rows `head`, spread by about 1."""
+    with torch.no_grad():
+        model.norm.weight.fill_(head[model.draft_to_target.long()].square().sum(dim=1).mean().rsqrt())
+
+
 def head_of_target(net: DLiteModel, embedding: torch.Tensor, head: torch.Tensor) -> None:
     """Let a sequential head begin as the best one of its rank that says what the target's own head says.
 
