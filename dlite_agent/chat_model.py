@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import queue
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
@@ -72,6 +73,8 @@ class ChatDLite(BaseChatModel):
         logit_bias: Added to the logits of tokens, by id.
         max_tokens: Upper bound of tokens per reply.
         max_draft: Longest draft that is verified at once; how long each is, is decided by what it promises and costs.
+        dialect: How the model writes tool calls, by a name of `prompting.dialects.DIALECTS`; "auto" reads it off the
+            chat template.
         session_store: Where sessions persist: None (RAM only), "auto" (`REDIS_URL`, else the embedded server), a Redis
             URL, or a `SessionStore`.
         settings: Folders, threads and server address.
@@ -94,6 +97,7 @@ class ChatDLite(BaseChatModel):
     logit_bias: dict[int, float] = Field(default_factory=dict)
     max_tokens: int = Field(default=1024, ge=1)
     max_draft: int = Field(default=15, ge=0, le=31)
+    dialect: str = "auto"
     session_store: Any = Field(default=None, exclude=True)
     settings: Settings = Field(default_factory=Settings, exclude=True)
     on_prefill: Callable[[int, int], None] | None = Field(default=None, exclude=True)
@@ -106,7 +110,7 @@ class ChatDLite(BaseChatModel):
     @property
     def _identifying_params(self) -> dict[str, Any]:
         """What decides the text of a reply; the drafter does not."""
-        return {name: getattr(self, name) for name in ("model", "quantize", *_SAMPLING, "max_tokens")}
+        return {name: getattr(self, name) for name in ("model", "quantize", "dialect", *_SAMPLING, "max_tokens")}
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         params = super()._get_ls_params(stop=stop, **kwargs)
@@ -241,9 +245,10 @@ class ChatDLite(BaseChatModel):
         from dlite_agent.runtime import shared_runtime  # torch and transformers load here, not at import
 
         store = _open_store(self.session_store, self.settings)
-        return shared_runtime(
+        loaded = shared_runtime(
             self.model, drafter=self.drafter, quantize=self.quantize, store=store, settings=self.settings
         )
+        return loaded if self.dialect == "auto" else replace(loaded, template=loaded.template.speaking(self.dialect))
 
     @staticmethod
     def _submit(runtime: Runtime, call: Call, deliver: Callable[[str, object], None]) -> Job[ChatGenerationChunk]:

@@ -11,7 +11,6 @@ the middle of a token: tokens that would begin a call and go on wrongly are mask
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from threading import Lock
@@ -20,12 +19,13 @@ from typing import Any, NoReturn
 import numpy as np
 
 from dlite_agent.engine.constraint import Bitmask, TokenConstraint
-from dlite_agent.errors import GrammarError, MissingDependencyError, UnsupportedSchemaError
-from dlite_agent.prompting.dialects import DIALECTS, HERMES, Dialect
-from dlite_agent.prompting.encoding import TokenBytes, backend_tokenizer
-from dlite_agent.prompting.grammars import CallGrammars, json_rule, schema_text
-from dlite_agent.prompting.heads import Head, HeadState, scan_head
+from dlite_agent.errors import GrammarError, UnsupportedSchemaError
+from dlite_agent.prompting.dialects import HERMES, Dialect
+from dlite_agent.prompting.grammars import CallGrammars
+from dlite_agent.prompting.heads import Head, HeadState, answer_start, scan_head
+from dlite_agent.prompting.rules import json_rule, schema_text
 from dlite_agent.prompting.schemas import subschemas, tool_parameters
+from dlite_agent.vocabulary import Vocabulary
 
 _MAX_HEAD = 512
 """A bare call that has not named its tool after so many bytes is none."""
@@ -47,7 +47,7 @@ class GrammarFactory:
     """
 
     def __init__(self, tokenizer: Any, *, vocab_size: int, eos_ids: Collection[int]) -> None:
-        self._vocabulary = _Vocabulary(tokenizer, vocab_size=vocab_size, eos_ids=eos_ids)
+        self._vocabulary = Vocabulary(tokenizer, vocab_size=vocab_size, eos_ids=eos_ids)
         self._compiled: dict[str, Any] = {}
         self._lock = Lock()
 
@@ -58,6 +58,7 @@ class GrammarFactory:
         choice: str = "auto",
         dialect: Dialect = HERMES,
         parallel: bool = True,
+        is_thinking: bool = False,
     ) -> TokenConstraint:
         """Hold tool calls to the tools' names and schemas.
 
@@ -68,10 +69,13 @@ class GrammarFactory:
                 that tool.
             dialect: How calls are written.
             parallel: Allow several calls in a reply.
+            is_thinking: The prompt has opened the model's thinking: it is closed at once before a forced call, and
+                under "auto" there are no calls before its end.
 
         Raises:
             GrammarError: There are no tools, or `choice` is none of them.
-            UnsupportedSchemaError: A tool's schema has a feature that a grammar cannot hold; the message has its path.
+            UnsupportedSchemaError: A tool's schema has a feature that a grammar cannot hold, or that the dialect has no
+                grammar for; the message has its path.
         """
         schemas = tool_parameters(tools)
         if choice not in ("auto", "any"):
@@ -80,9 +84,10 @@ class GrammarFactory:
         if not schemas:
             raise GrammarError(f"tool choice is {choice!r}, which fits none of the {len(tools)} tools")
         grammars = CallGrammars(schemas, dialect, parallel=parallel)
-        forced = self._compile(grammars.forced(), schemas)
+        forced = self._compile(grammars.forced(is_thinking=is_thinking), schemas)
         if choice == "auto":
-            return _TriggeredConstraint(_CallTrigger(self._vocabulary, grammars, self._compile))
+            trigger = _CallTrigger(self._vocabulary, grammars, self._compile, is_thinking=is_thinking)
+            return _TriggeredConstraint(trigger)
         return _GrammarConstraint(self._vocabulary, forced)
 
     def json_schema(self, schema: Mapping[str, Any]) -> TokenConstraint:
@@ -119,99 +124,10 @@ class GrammarFactory:
         return found.deep_copy()
 
 
-class _Vocabulary:
-    """The tokens as bytes, and as llguidance knows them. Tags of calls are text; other special tokens never are."""
-
-    def __init__(self, tokenizer: Any, *, vocab_size: int, eos_ids: Collection[int]) -> None:
-        try:
-            from llguidance import LLTokenizer, TokenizerWrapper
-        except ImportError as error:
-            raise MissingDependencyError("grammars need llguidance: pip install llguidance") from error
-        if not eos_ids:
-            raise GrammarError("there are no end tokens; a grammar needs at least one to end a reply with")
-        self._tokenizer = backend_tokenizer(tokenizer)
-        self.vocab_size = vocab_size
-        self.num_tokens = max(vocab_size, self._tokenizer.get_vocab_size(with_added_tokens=True), max(eos_ids) + 1)
-        self.eos_ids = frozenset(eos_ids)
-        table = TokenBytes(self._tokenizer)
-        self.tokens = [table[token_id] for token_id in range(self.num_tokens)]
-        self._control_ids = self._find_control_ids()
-        # What TokenizerWrapper asks of the object it wraps:
-        self.eos_token_id, self.bos_token_id = min(eos_ids), None
-        self.special_token_ids = sorted(self._control_ids)
-        self.ll_tokenizer = LLTokenizer(
-            TokenizerWrapper(self), n_vocab=self.num_tokens, eos_token=sorted(eos_ids), slices=LLTokenizer.json_slices()
-        )
-        self.eos_mask = self.mask_of_ids(eos_ids)
-        self.every_mask = self.mask_of_ids(range(vocab_size))
-
-    def __call__(self, text: str) -> list[int]:
-        """The canonical ids of a text in which nothing is a control token; llguidance calls this."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        if self._control_ids.isdisjoint(ids):
-            return ids
-        return [i for char in text for i in self._tokenizer.encode(char, add_special_tokens=False).ids]
-
-    def mask_of_ids(self, ids: Collection[int]) -> Bitmask:
-        """A mask of just these ids."""
-        bits = np.zeros(-(-self.vocab_size // 32) * 32, dtype=np.uint8)
-        bits[[token_id for token_id in ids if token_id < self.vocab_size]] = 1
-        return np.packbits(bits, bitorder="little").view(np.int32)
-
-    def mask_of_matcher(self, matcher: Any) -> Bitmask:
-        """The tokens that may follow where the matcher stands.
-
-        Raises:
-            GrammarError: None may, or the grammar got too complex.
-        """
-        bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.int32)
-        mask = bits[: -(-self.vocab_size // 32)] & self._known_mask
-        if matcher.is_error() or not mask.any():
-            raise GrammarError(f"the grammar is stuck: {matcher.get_error() or 'no token can follow'}")
-        return mask
-
-    def starting_with(self, prefix: bytes) -> list[int]:
-        """Text tokens that start with the prefix."""
-        first = bisect_left(self._sorted, (prefix, 0))
-        last = bisect_left(self._sorted, (prefix + b"\xff" * 4, 0))
-        return [token_id for token, token_id in self._sorted[first:last] if token.startswith(prefix)]
-
-    def containing(self, part: bytes) -> list[int]:
-        """Text tokens that contain the part."""
-        return [token_id for token, token_id in self._with_byte(part[-1]) if part in token]
-
-    def _with_byte(self, byte: int) -> list[tuple[bytes, int]]:
-        if byte not in self._by_byte:
-            self._by_byte[byte] = [entry for entry in self._sorted if byte in entry[0]]
-        return self._by_byte[byte]
-
-    @cached_property
-    def _by_byte(self) -> dict[int, list[tuple[bytes, int]]]:
-        return {}
-
-    @cached_property
-    def _sorted(self) -> list[tuple[bytes, int]]:
-        return sorted((token, i) for i, token in enumerate(self.tokens) if token and i not in self._control_ids)
-
-    @cached_property
-    def _known_mask(self) -> Bitmask:
-        return self.mask_of_ids([i for i, token in enumerate(self.tokens) if token or i in self.eos_ids])
-
-    def _find_control_ids(self) -> frozenset[int]:
-        tags = {tag for dialect in (*DIALECTS, HERMES) for tag in (dialect.call_open, dialect.call_close)}
-        added: dict[int, Any] = self._tokenizer.get_added_tokens_decoder()
-        control = {
-            token_id
-            for token_id, token in added.items()
-            if token.content not in tags and (token.special or token.content.startswith("<|"))
-        }
-        return frozenset(control | self.eos_ids)
-
-
 class _GrammarConstraint:
     """A grammar from the first token on."""
 
-    def __init__(self, vocabulary: _Vocabulary, matcher: Any) -> None:
+    def __init__(self, vocabulary: Vocabulary, matcher: Any) -> None:
         self._vocabulary = vocabulary
         self._matcher = matcher
         self._mask: Bitmask | None = None
@@ -335,10 +251,18 @@ class _TriggeredConstraint:
 class _CallTrigger:
     """Finds the beginning of a call in free text, and starts the grammar there."""
 
-    def __init__(self, vocabulary: _Vocabulary, grammars: CallGrammars, compile_grammar: Callable[[str], Any]) -> None:
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        grammars: CallGrammars,
+        compile_grammar: Callable[[str], Any],
+        *,
+        is_thinking: bool,
+    ) -> None:
         self.vocabulary = vocabulary
         self._grammars = grammars
         self._compile = compile_grammar
+        self._is_thinking = is_thinking
         self._tag = grammars.dialect.call_open.encode()
         self._names = [name.encode() for name in grammars.names]
 
@@ -348,37 +272,43 @@ class _CallTrigger:
         Raises:
             GrammarError: They do, and go on as no call can.
         """
-        position = text.find(self._tag, max(0, since - len(self._tag) + 1))
+        answer = self._answer_start(text)
+        if answer < 0:
+            return None
+        position = text.find(self._tag, max(answer, since - len(self._tag) + 1))
         if position >= 0:
             matcher = self._prime(self._grammars.tagged(), text[position:])
         else:
-            head = self._scan_head(text)
+            head = self._scan_head(text[answer:])
             if head.state is not HeadState.CALL:
                 return None
-            matcher = self._prime(self._grammars.bare(head), text[head.start :])
+            matcher = self._prime(self._grammars.bare(head), text[answer + head.start :])
         if matcher is None:
             raise GrammarError(f"{text[since:].decode(errors='replace')!r} begins a tool call and then breaks it")
         return _GrammarConstraint(self.vocabulary, matcher)
 
     def find_vetoed(self, text: bytes) -> list[int]:
         """The tokens that would begin a call after this text and go on as no call can."""
+        answer = self._answer_start(text)
+        if answer < 0:  # only a token that also ends the thinking can begin a call
+            return [i for i in {*self._vetoed_whole_tags, *self._whole_names} if self._is_broken_by(text, i)]
         vetoed = list(self._vetoed_whole_tags)
         partial = next((size for size in range(len(self._tag) - 1, 0, -1) if text.endswith(self._tag[:size])), 0)
         if partial:
             endings = self.vocabulary.starting_with(self._tag[partial:])
             vetoed += self._refused(self._grammars.tagged(), self._tag[:partial], endings)
-        head = self._scan_head(text)
+        head = self._scan_head(text[answer:])
         if head.state is HeadState.OPEN:
-            vetoed += self._find_vetoed_heads(text, head)
+            vetoed += self._find_vetoed_heads(text, answer, head)
         return vetoed
 
-    def _find_vetoed_heads(self, text: bytes, head: Head) -> list[int]:
+    def _find_vetoed_heads(self, text: bytes, answer: int, head: Head) -> list[int]:
         if head.typed is None:
             return [token_id for token_id in self._whole_names if self._is_broken_by(text, token_id)]
         typed = head.typed.encode("latin-1")
         endings = [name[len(typed) :] + b'"' for name in self._names if name.startswith(typed)]
         candidates = [token_id for ending in endings for token_id in self.vocabulary.starting_with(ending)]
-        return self._refused(self._grammars.bare(head), text[head.start :], candidates)
+        return self._refused(self._grammars.bare(head), text[answer + head.start :], candidates)
 
     def _refused(self, grammar: str, prefix: bytes, candidates: Sequence[int]) -> list[int]:
         """The candidates that the grammar does not accept after the prefix, be they its canonical tokens or not."""
@@ -399,6 +329,10 @@ class _CallTrigger:
         if matcher.validate_tokens(ids) < len(ids) or not matcher.consume_tokens(ids):
             return None
         return matcher
+
+    def _answer_start(self, text: bytes) -> int:
+        thinking = self._grammars.dialect.thinking
+        return answer_start(text.decode("latin-1"), thinking, is_thinking=self._is_thinking)
 
     def _scan_head(self, text: bytes) -> Head:
         """Heads are found in bytes, as one character per byte: a token may end in the middle of a character."""

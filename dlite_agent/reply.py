@@ -157,12 +157,14 @@ class _Reply:
         self._text: list[str] = []
         self._calls: list[ToolCall] = []
         self._num_blocks = 0
+        self._is_thinking = False  # whether the prompt has opened the model's thinking
         self._id = f"lc_run--{uuid.uuid4()}"
 
     def chunks(self, job: Job[Any]) -> Iterator[ChatGenerationChunk]:
         prompt = self._prompt_ids()
         reuse = self._runtime.keeper.restore(self._live, np.asarray(prompt, dtype=np.int32))
-        parser = StreamParser(self._runtime.template.dialect, _parameters(self._offered_tools()))
+        dialect = self._runtime.template.dialect
+        parser = StreamParser(dialect, _parameters(self._offered_tools()), is_thinking=self._is_thinking)
         stops = StopFilter(self._call.stops)
         raw: list[str] = []
         with closing(self._pieces(prompt, job)) as pieces:
@@ -187,6 +189,7 @@ class _Reply:
     def _prompt_ids(self) -> list[int]:
         runtime = self._runtime
         text = runtime.render(self._call.messages, self._call.tools)
+        self._is_thinking = runtime.template.dialect.is_thinking(text)
         known = self._live.known_ids.tolist() if self._call.thread_id is not None else []
         return runtime.encoder.encode(text, known)  # without a session, the messages alone decide the ids
 
@@ -195,7 +198,10 @@ class _Reply:
         if not tools:
             return self._runtime.grammars.regex(_PLAIN_TEXT) if self._call.tools else None
         constraint: TokenConstraint = self._runtime.grammars.tool_call(
-            tools, choice=self._call.tool_choice, dialect=self._runtime.template.dialect
+            tools,
+            choice=self._call.tool_choice,
+            dialect=self._runtime.template.dialect,
+            is_thinking=self._is_thinking,
         )
         return constraint
 

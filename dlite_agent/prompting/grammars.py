@@ -1,23 +1,22 @@
-"""Grammars of tool calls and JSON, as Lark text in llguidance's dialect."""
+"""Grammars of tool calls, as Lark text in llguidance's dialect."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Mapping
-from typing import Any
 
 from dlite_agent.prompting.dialects import Dialect
 from dlite_agent.prompting.heads import Head
-from dlite_agent.prompting.schemas import close_objects
-
-_JSON_STYLE = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
-"""The white space that chat templates write into JSON."""
+from dlite_agent.prompting.rules import JSON_STYLE, Rules, in_json, json_rule, quoted
+from dlite_agent.prompting.schemas import Schema
+from dlite_agent.prompting.spans import SPACE
 
 _SPREAD_STYLE = {"item_separator": ",", "key_separator": ":", "whitespace_flexible": True}
 """Any white space: a model that spreads an object over lines would be driven into nonsense by another style."""
 
 _SPACES = "[ \\t\\r\\n]*"
+_MAY_BREAK = '(NL | " ")?'
 
 
 class CallGrammars:
@@ -27,70 +26,88 @@ class CallGrammars:
         schemas: Name of each tool, and the JSON schema of its arguments.
         dialect: How calls are written.
         parallel: Allow several calls.
+
+    Raises:
+        UnsupportedSchemaError: The dialect has no grammar for a tool; the message has the path.
     """
 
-    def __init__(self, schemas: Mapping[str, Mapping[str, Any]], dialect: Dialect, *, parallel: bool) -> None:
+    def __init__(self, schemas: Mapping[str, Schema], dialect: Dialect, *, parallel: bool) -> None:
         self.dialect = dialect
         self.names = tuple(name for name in schemas if json.dumps(name, ensure_ascii=False) == f'"{name}"')
         self._is_parallel = parallel
         self._schemas = schemas
-        self._object = _quoted(f'{{"{dialect.name_key}": "') + " named"
-        self._call = f"{_quoted(dialect.call_open)} NL {self._object} NL {_quoted(dialect.call_close)}"
+        rules = Rules()
+        calls = [
+            f"call_{i}: {dialect.form.rule(name, schema, rules)}" for i, (name, schema) in enumerate(schemas.items())
+        ]
+        any_call = " | ".join(f"call_{i}" for i in range(len(calls)))
+        self._rules = "\n".join(['NL: "\\n"', f"call: {any_call}", *calls, *rules.lines])
 
-    def forced(self) -> str:
-        """The reply is calls and nothing else."""
-        return self._grammar(f"{self._call} {self._more(f'NL {self._call}')}")
+    def forced(self, *, is_thinking: bool = False) -> str:
+        """The reply is calls and nothing else; thinking that the prompt has opened is closed at once."""
+        closing = quoted(f"\n{self.dialect.thinking[1]}\n\n") if is_thinking else ""
+        begin, end = _literal(self.dialect.begin), _literal(self.dialect.end)
+        return f"start: {closing} {begin} call {self._more()} {end}\n{self._rules}"
 
     def tagged(self) -> str:
         """From the tag on that began the first call; the white space after it may be the model's own."""
-        opened, closed = _quoted(self.dialect.call_open), _quoted(self.dialect.call_close)
-        return self._grammar(f'{opened} (NL | " ")? {self._object} NL? {closed} {self._more(f"NL {self._call}")} NL?')
+        opened = self.dialect.call_open
+        begin = _literal(self.dialect.begin.removeprefix(opened).strip(SPACE))
+        may_break = "NL?" if self.dialect.end[:1].isspace() else ""
+        end = f"{may_break} {_literal(self.dialect.end.strip(SPACE))}"
+        start = f"{quoted(opened)} {_MAY_BREAK} {begin} call {self._more()} {end} NL?"
+        return f"start: {start}\n{self._rules}"
 
     def bare(self, head: Head) -> str:
-        """From the brace on that began the first call, after the given head."""
-        closer = "" if head.fence is None else _quoted(self.dialect.fences[head.fence][1])
+        """From the brace on that began the first call as bare JSON, after the given head."""
+        key = self.dialect.bare_form.name_key
+        closer = "" if head.fence is None else quoted(self.dialect.fences[head.fence][1])
+        whole = quoted(f'{{"{key}": "') + " named"
         if head.is_list:
-            rest = f"""{self._more(f'", " {self._object}')} "]" """
+            rest = f"""{self._repeated(f'", " {whole}')} "]" """
         else:
-            rest = self._more(f"(NL | SEMICOLON) {self._object}")
-        start = f"HEAD named {rest} {f'NL? {closer}' if closer else ''} NL?"
-        grammar = self._grammar(start, is_spread=head.is_spread)
-        key = re.escape(self.dialect.name_key).replace("/", "\\/")
-        return f'{grammar}\nHEAD: /\\{{{_SPACES}"{key}"{_SPACES}:{_SPACES}"/\nSEMICOLON: /;[ \\n]?/'
-
-    def _more(self, rule: str) -> str:
-        return f"({rule})*" if self._is_parallel else ""
-
-    def _grammar(self, start: str, *, is_spread: bool = False) -> str:
-        style = _SPREAD_STYLE if is_spread else _JSON_STYLE
+            rest = self._repeated(f"(NL | SEMICOLON) {whole}")
+        name_key = re.escape(key).replace("/", "\\/")
+        style = _SPREAD_STYLE if head.is_spread else JSON_STYLE
         args = [f"args_{i}: {json_rule(schema, style)}" for i, schema in enumerate(self._schemas.values())]
-        named = " | ".join(self._named(name, i, is_spread=is_spread) for i, name in enumerate(self._schemas))
-        return "\n".join([f"start: {start}", 'NL: "\\n"', f"SPACE: /{_SPACES}/", f"named: {named}", *args])
+        named = " | ".join(self._named(name, i, is_spread=head.is_spread) for i, name in enumerate(self._schemas))
+        return "\n".join(
+            [
+                f"start: HEAD named {rest} {f'NL? {closer}' if closer else ''} NL?",
+                f'HEAD: /\\{{{_SPACES}"{name_key}"{_SPACES}:{_SPACES}"/',
+                'NL: "\\n"',
+                f"SPACE: /{_SPACES}/",
+                "SEMICOLON: /;[ \\n]?/",
+                f"named: {named}",
+                *args,
+            ]
+        )
+
+    def _more(self) -> str:
+        """Further calls.
+
+        Where nothing stands between two, a line break may: what two markers begin with in common would else be forced,
+        as text in pieces, and the markers' own tokens would never be allowed.
+        """
+        between = _literal(self.dialect.between) or "NL?"
+        return f"{self._repeated(f'{between} call')} {'' if self.dialect.between else 'NL?'}"
+
+    def _repeated(self, rule: str) -> str:
+        return f"({rule})*" if self._is_parallel else ""
 
     def _named(self, name: str, index: int, *, is_spread: bool) -> str:
         """The object from the tool's name on."""
-        key = _in_json(self.dialect.arguments_key)
+        key = in_json(self.dialect.bare_form.arguments_key)
         if not is_spread:
-            return f"""{_quoted(f'{_in_json(name)}", "{key}": ')} args_{index} {_quoted("}")}"""
-        literals = [f'{_in_json(name)}"', ",", f'"{key}"', ":"]
-        return f"{' SPACE '.join(map(_quoted, literals))} SPACE args_{index} SPACE {_quoted('}')}"
+            return f"""{quoted(f'{in_json(name)}", "{key}": ')} args_{index} {quoted("}")}"""
+        literals = [f'{in_json(name)}"', ",", f'"{key}"', ":"]
+        return f"{' SPACE '.join(map(quoted, literals))} SPACE args_{index} SPACE {quoted('}')}"
 
 
-def json_rule(schema: Mapping[str, Any], style: Mapping[str, Any] = _JSON_STYLE) -> str:
-    """A rule body that matches JSON of the schema, in the style of chat templates or another."""
-    return f"%json {schema_text(schema, style)}"
+def _literal(text: str) -> str:
+    """The text as Lark literals, nothing for nothing.
 
-
-def schema_text(schema: Mapping[str, Any], style: Mapping[str, Any] = _JSON_STYLE) -> str:
-    """The schema for llguidance: objects closed, white space as the style says."""
-    return json.dumps({**close_objects(schema), "x-guidance": dict(style)})
-
-
-def _in_json(text: str) -> str:
-    """The text as it stands between the quotes of a JSON string."""
-    return json.dumps(text, ensure_ascii=False)[1:-1]
-
-
-def _quoted(text: str) -> str:
-    """The text as a Lark literal."""
-    return json.dumps(text, ensure_ascii=False)
+    It is cut at line breaks and markers, so that no two literals begin alike: the lexer takes the longest that may go
+    on, and so would not see the end of a block where another call may follow.
+    """
+    return " ".join("NL" if part == "\n" else quoted(part) for part in re.split(r"(\n|<[^<>]*>)", text) if part)

@@ -11,10 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from dlite_agent.prompting.dialects import Dialect
-
-SPACE = " \t\r\n"
-_OPEN = -1
-_NO = -2
+from dlite_agent.prompting.spans import NO, OPEN, SPACE, scan_literal, skip_space
 
 
 class HeadState(Enum):
@@ -62,7 +59,7 @@ def scan_head(text: str, dialect: Dialect, names: Collection[str]) -> Head:
         names: The bound tools.
     """
     fence, position = _scan_fence(text, dialect)
-    if position == _OPEN:
+    if position == OPEN:
         return _TOO_SHORT
     position = skip_space(text, position)
     is_list = text.startswith("[", position)
@@ -74,35 +71,34 @@ def scan_head(text: str, dialect: Dialect, names: Collection[str]) -> Head:
         return _NOT_A_HEAD
     start = position
     is_spread = text[start + 1 : start + 2].isspace()
-    for literal in ("{", f'"{dialect.name_key}"', ":", '"'):
-        position = _scan_literal(text, skip_space(text, position), literal)
+    for literal in ("{", f'"{dialect.bare_form.name_key}"', ":", '"'):
+        position = scan_literal(text, skip_space(text, position), literal)
         if position < 0:
-            return _NOT_A_HEAD if position == _NO else Head(HeadState.OPEN, start, fence, is_list, None, is_spread)
+            return _NOT_A_HEAD if position == NO else Head(HeadState.OPEN, start, fence, is_list, None, is_spread)
     return Head(_name_state(text, position, names), start, fence, is_list, text[position:], is_spread)
 
 
-def skip_space(text: str, position: int, also: str = "") -> int:
-    """The position of the first character that is neither JSON white space nor one of `also`."""
-    skipped = SPACE + also
-    while position < len(text) and text[position] in skipped:
-        position += 1
-    return position
+def answer_start(text: str, thinking: tuple[str, str], *, is_thinking: bool) -> int:
+    """Where the answer begins in a reply: 0, behind the thinking, or `OPEN` while that goes on.
+
+    Args:
+        text: The reply from its beginning.
+        thinking: The tags around thinking; it comes first or not at all.
+        is_thinking: The prompt has opened it already.
+    """
+    if not is_thinking and not text.lstrip(SPACE).startswith(thinking[0]):
+        return 0
+    end = text.find(thinking[1])
+    return OPEN if end < 0 else end + len(thinking[1])
 
 
 def _scan_fence(text: str, dialect: Dialect) -> tuple[int | None, int]:
     position = skip_space(text, 0)
     for index, (opener, _) in enumerate(dialect.fences):
-        reached = _scan_literal(text, position, opener)
-        if reached != _NO:
+        reached = scan_literal(text, position, opener)
+        if reached != NO:
             return index, reached
     return None, position
-
-
-def _scan_literal(text: str, position: int, literal: str) -> int:
-    """The position after the literal, or whether it is not there or not there yet."""
-    if text.startswith(literal, position):
-        return position + len(literal)
-    return _OPEN if literal.startswith(text[position:]) else _NO
 
 
 def _name_state(text: str, position: int, names: Collection[str]) -> HeadState:

@@ -89,3 +89,18 @@ def _uses_all_of(schema: Schema) -> bool:
 
 def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
+
+
+def is_valid(value: Any, schema: Schema | None) -> bool:
+    """Whether a value fits a schema. A schema that is broken, or refers to another document, fits nothing."""
+    from jsonschema import Draft202012Validator, SchemaError  # takes a while to import, and not every reply needs it
+    from referencing import Registry
+    from referencing.exceptions import Unresolvable
+
+    if schema is None:
+        return False
+    try:
+        Draft202012Validator.check_schema(schema)
+        return bool(Draft202012Validator(schema, registry=Registry()).is_valid(value))
+    except (SchemaError, Unresolvable):
+        return False

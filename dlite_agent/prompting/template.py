@@ -2,7 +2,8 @@
 
 Templates differ in what they know. A template of a known dialect renders tools, calls and results itself, as far as
 probing shows that it does. What it does not know is written into the messages it does know: the tool list and the
-protocol into the system message, calls into the assistant's text, results into a user message.
+protocol into the system message (or into the user's first one, where the template refuses system messages), calls
+into the assistant's text, results into a user message.
 """
 
 from __future__ import annotations
@@ -13,11 +14,18 @@ from functools import cached_property
 from typing import Any
 
 from dlite_agent.errors import PromptError
-from dlite_agent.prompting.dialects import Dialect, detect_dialect
+from dlite_agent.prompting.dialects import Dialect, detect_dialect, named_dialect
+from dlite_agent.prompting.rewriting import (
+    Message,
+    fit_ids,
+    inline_calls,
+    inline_results,
+    inline_tools,
+    merge_system,
+    split_parallel,
+    write_arguments,
+)
 
-Message = Mapping[str, Any]
-
-_DEFAULT_SYSTEM = "You are a helpful assistant."
 _PROBE_CALL_ID = "probe0000"
 _PROBE_TOOL = {
     "type": "function",
@@ -27,20 +35,17 @@ _PROBE_TOOL = {
         "parameters": {"type": "object", "properties": {"probe_key": {"type": "string", "description": "A probe."}}},
     },
 }
+_PROBE_SYSTEM = {"role": "system", "content": "probe rules"}
 _PROBE_USER = {"role": "user", "content": "probe question"}
-_PROBE_CALL = {
-    "role": "assistant",
-    "content": "",
-    "tool_calls": [
-        {
-            "type": "function",
-            "id": _PROBE_CALL_ID,
-            "function": {"name": "probe_tool", "arguments": {"probe_key": "probe_value"}},
-        }
-    ],
-}
+_PROBE_CALLS = [
+    {"type": "function", "id": call_id, "function": {"name": "probe_tool", "arguments": {"probe_key": value}}}
+    for call_id, value in ((_PROBE_CALL_ID, "probe_value"), ("probe0001", "probe_other"))
+]
+_PROBE_CALL = {"role": "assistant", "content": "", "tool_calls": _PROBE_CALLS[:1]}
 _PROBE_RESULT = {"role": "tool", "content": "probe result", "tool_call_id": _PROBE_CALL_ID, "name": "probe_tool"}
 _PROBE_ROLE = "probe_role"
+_TOOLS_VARIABLES = ("tools", "xml_tools")
+"""What templates call the tool list; SmolLM3's has a name of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +56,19 @@ class TemplateAbilities:
         tools: The tool list.
         calls: An assistant message's `tool_calls`.
         results: Messages of role `tool`.
+        parallel: Several calls in one message.
+        system: Messages of role `system`.
+        has_text_arguments: Whether a call's arguments must be JSON text, not an object.
+        tools_variable: The variable that takes the tool list.
     """
 
     tools: bool
     calls: bool
     results: bool
+    parallel: bool = True
+    system: bool = True
+    has_text_arguments: bool = False
+    tools_variable: str = "tools"
 
 
 class ChatTemplate:
@@ -67,7 +80,10 @@ class ChatTemplate:
         eos_token: Text of the end token, if the template writes it.
         variables: More variables for the template. Fix `date_string` here for templates that print today's date:
             a prompt that changes at midnight loses its reuse.
-        dialect: The tool-call dialect; detected from the template if None.
+        dialect: The tool-call dialect, or its name; detected from the template if None.
+
+    Raises:
+        ConfigError: There is no dialect of that name.
     """
 
     def __init__(
@@ -77,10 +93,11 @@ class ChatTemplate:
         bos_token: str = "",
         eos_token: str = "",
         variables: Mapping[str, Any] | None = None,
-        dialect: Dialect | None = None,
+        dialect: Dialect | str | None = None,
     ) -> None:
         self.template = template
-        self.dialect = dialect or detect_dialect(template)
+        self.dialect = named_dialect(dialect) if isinstance(dialect, str) else dialect or detect_dialect(template)
+        self._speaking: dict[str, ChatTemplate] = {}
         self._variables = {"bos_token": bos_token, "eos_token": eos_token, **(variables or {})}
 
     def render(
@@ -102,88 +119,101 @@ class ChatTemplate:
         """
         if not messages:
             raise PromptError("there are no messages to render; expected at least one")
+        abilities = self.abilities
         conversation: list[Message] = list(messages)
-        if not self.abilities.results:
-            conversation = _inline_results(conversation, self.dialect)
-        if not self.abilities.calls:
-            conversation = [_inline_calls(message, self.dialect) for message in conversation]
-        if tools and not self.abilities.tools:
-            conversation = _inline_tools(conversation, tools, self.dialect)
+        if abilities.calls and not abilities.parallel:
+            conversation = split_parallel(conversation)
+        if not abilities.results:
+            conversation = inline_results(conversation, self.dialect)
+        if not abilities.calls:
+            conversation = inline_calls(conversation, self.dialect, tools or ())
+        if self.dialect.id_length:
+            conversation = fit_ids(conversation, self.dialect.id_length)
+        if abilities.has_text_arguments:
+            conversation = write_arguments(conversation)
+        if tools and not abilities.tools:
+            conversation = inline_tools(conversation, tools, self.dialect)
             tools = None
-        return self._apply(conversation, tools, add_generation_prompt=add_generation_prompt)
+        if not abilities.system:
+            conversation = merge_system(conversation)
+        return self._apply(
+            conversation, tools, variable=abilities.tools_variable, add_generation_prompt=add_generation_prompt
+        )
+
+    def speaking(self, dialect: str) -> ChatTemplate:
+        """The same template with a dialect of the caller's choice; it is kept, with what was found out about it.
+
+        Raises:
+            ConfigError: There is no dialect of that name.
+        """
+        if dialect not in self._speaking:
+            variables = dict(self._variables)
+            bos, eos = variables.pop("bos_token"), variables.pop("eos_token")
+            self._speaking[dialect] = ChatTemplate(
+                self.template, bos_token=bos, eos_token=eos, variables=variables, dialect=dialect
+            )
+        return self._speaking[dialect]
 
     @cached_property
     def abilities(self) -> TemplateAbilities:
         """What the template renders by itself, found out by rendering probes."""
+        has_system = "probe rules" in self._probe([_PROBE_SYSTEM, _PROBE_USER])
         if not self.dialect.is_native:
-            return TemplateAbilities(tools=False, calls=False, results=False)
+            return TemplateAbilities(tools=False, calls=False, results=False, system=has_system)
+        offered = [name for name in _TOOLS_VARIABLES if "probe_tool" in self._probe([_PROBE_USER], name)]
+        written: list[Message] = write_arguments([_PROBE_CALL])
+        is_called = "probe_value" in self._probe([_PROBE_USER, _PROBE_CALL])
+        is_called_with_text = not is_called and "probe_value" in self._probe([_PROBE_USER, *written])
+        several: list[Message] = [_PROBE_USER, {**_PROBE_CALL, "tool_calls": _PROBE_CALLS}]
+        both = self._probe(write_arguments(several) if is_called_with_text else several)
+        is_parallel = not (is_called or is_called_with_text) or ("probe_value" in both and "probe_other" in both)
         return TemplateAbilities(
-            tools="probe_tool" in self._probe([_PROBE_USER], [_PROBE_TOOL]),
-            calls="probe_value" in self._probe([_PROBE_USER, _PROBE_CALL]),
-            results=self._knows_tool_role(),
+            tools=bool(offered),
+            calls=is_called or is_called_with_text,
+            results=self._knows_tool_role(written[0] if is_called_with_text else _PROBE_CALL),
+            parallel=is_parallel,
+            system=has_system,
+            has_text_arguments=is_called_with_text,
+            tools_variable=[*offered, *_TOOLS_VARIABLES][0],
         )
 
-    def _knows_tool_role(self) -> bool:
+    def _knows_tool_role(self, call: Message) -> bool:
         """Whether role `tool` is rendered in another way than a role the template has never heard of."""
-        before: list[Message] = [_PROBE_USER, _PROBE_CALL]
+        before: list[Message] = [_PROBE_USER, call]
         rendered = self._probe([*before, _PROBE_RESULT])
         stranger = self._probe([*before, {**_PROBE_RESULT, "role": _PROBE_ROLE}])
         return "probe result" in rendered and stranger.replace(_PROBE_ROLE, "tool") != rendered
 
-    def _probe(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
+    def _probe(self, messages: Sequence[Message], tools_variable: str | None = None) -> str:
+        """What the template makes of messages, with a tool if there is a variable for it; nothing if it refuses."""
+        tools = [_PROBE_TOOL] if tools_variable else None
         try:
-            return self._apply(messages, tools, add_generation_prompt=False)
+            return self._apply(messages, tools, variable=tools_variable or "tools", add_generation_prompt=False)
         except PromptError:
             return ""
 
     def _apply(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, *, add_generation_prompt: bool
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        *,
+        variable: str,
+        add_generation_prompt: bool,
     ) -> str:
         from jinja2 import TemplateError  # these two take most of a second to import
         from transformers.utils.chat_template_utils import render_jinja_template
 
+        given: list[Any] | None = [dict(tool) for tool in tools] if tools else None
+        others = self._variables if variable == "tools" else {**self._variables, variable: given}
         try:
             rendered, _ = render_jinja_template(
                 conversations=[[dict(message) for message in messages]],
-                tools=[dict(tool) for tool in tools] if tools else None,
+                tools=given if variable == "tools" else None,
                 chat_template=self.template,
                 add_generation_prompt=add_generation_prompt,
-                **self._variables,
+                **others,
             )
         except (TemplateError, TypeError) as error:
             raise PromptError(f"the model's chat template refuses this conversation: {error}") from error
         text: str = rendered[0]
         return text
-
-
-def _inline_tools(messages: list[Message], tools: Sequence[Mapping[str, Any]], dialect: Dialect) -> list[Message]:
-    has_system = messages[0]["role"] == "system"
-    preface = messages[0]["content"] if has_system else _DEFAULT_SYSTEM
-    system = {"role": "system", "content": f"{preface}\n\n{dialect.format_tools(tools)}"}
-    return [system, *messages[1:]] if has_system else [system, *messages]
-
-
-def _inline_calls(message: Message, dialect: Dialect) -> Message:
-    calls = message.get("tool_calls")
-    if not calls:
-        return message
-    parts = [message["content"]] if message["content"] else []
-    parts += [dialect.format_call(call["function"]["name"], call["function"]["arguments"]) for call in calls]
-    return {"role": message["role"], "content": "\n".join(parts)}
-
-
-def _inline_results(messages: list[Message], dialect: Dialect) -> list[Message]:
-    """Each run of tool messages becomes one user message."""
-    inlined: list[Message] = []
-    is_run = False
-    for message in messages:
-        if message["role"] != "tool":
-            inlined.append(message)
-            is_run = False
-            continue
-        result = dialect.format_result(message["content"])
-        if is_run:
-            result = f"{inlined.pop()['content']}\n{result}"
-        inlined.append({"role": "user", "content": result})
-        is_run = True
-    return inlined
