@@ -70,7 +70,7 @@ def test_verify_passes_of_every_length_at_every_place_give_the_bits_of_plain_pas
     plain = plainly(target, ids[NUM_PROMPT:], cache)
     rows = cache.rows(0, len(ids))
     for num_rows in (*range(1, 17), NUM_ROWS):
-        for start in range(0, NUM_ROWS - num_rows + 1, 5):
+        for start in range(0, NUM_ROWS - num_rows + 1, 11):
             cache.crop_to(NUM_PROMPT + start)
             draft = ids[NUM_PROMPT + start :][:num_rows]
             got = target.forward(draft, cache, num_logits=num_rows, num_features=num_rows)
