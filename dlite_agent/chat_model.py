@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import queue
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,36 +20,36 @@ from langchain_core.language_models.chat_models import generate_from_stream
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable, RunnableConfig, ensure_config
-from langchain_core.tools import BaseTool
-from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import ConfigDict, Field
 
+from dlite_agent.call_options import (
+    SETTINGS,
+    GenerationSettings,
+    Tool,
+    check_options,
+    choose_tool,
+    format_tools,
+    refuse_several,
+    resolve_options,
+)
+from dlite_agent.capabilities import context_length, text_profile
 from dlite_agent.config import Settings
 from dlite_agent.errors import ConfigError
 from dlite_agent.jobs import Job
 from dlite_agent.reply import PROVIDER, Call, stream_reply
+from dlite_agent.structured import Method, structured_output
 
 if TYPE_CHECKING:
+    from langchain_core.language_models.chat_models import _ChatModelBinding
+    from langchain_core.language_models.model_profile import ModelProfile
+
     from dlite_agent.runtime import Runtime
 
-_SAMPLING = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "seed",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-)
 _MAX_PENDING = 8  # chunks that a caller may be behind
-_PER_CALL = (*_SAMPLING, "max_tokens", "max_draft")
-
-Tool = dict[str, Any] | type | Callable[..., Any] | BaseTool
+_CHANGES_NO_TEXT = ("max_draft",)
 
 
-class ChatDLite(BaseChatModel):
+class ChatDLite(BaseChatModel, GenerationSettings):
     """A local model for LangChain and LangGraph whose sessions survive their process.
 
     The text is exactly the target model's own: token-identical to plain decoding, greedy or seeded.
@@ -57,22 +58,16 @@ class ChatDLite(BaseChatModel):
         >>> model = ChatDLite(model="qwen2.5-coder-1.5b", session_store="auto")
         >>> model.bind_tools([search]).invoke("...", config={"configurable": {"thread_id": "42"}})
 
+    Every setting of `GenerationSettings` may be given here, bound, or given to one call. A call's option that is
+    unknown or cannot work is a `ConfigError`.
+
     Attributes:
         model: A registry name (`dlite-agent models`), a local folder or a hub id.
         drafter: "auto", "lookup", "null" (plain decoding) or the folder of a DLite checkpoint.
         quantize: "int8" for int8 weights (a target of its own, several times faster on a CPU), None for float32,
             "auto" for what the registry says of the model.
-        temperature: 0 is greedy.
-        top_k: Keep the k most likely tokens; 0 keeps all.
-        top_p: Keep the fewest tokens that together have this probability.
-        min_p: Keep tokens at least so many times as likely as the likeliest; 0 keeps all.
-        seed: Names the sampling noise; the same seed gives the same text with any drafter.
-        repetition_penalty: Makes tokens of the prompt and of the reply so far less likely; 1 is off.
-        presence_penalty: Subtracted from the logits of tokens of the reply so far.
-        frequency_penalty: Subtracted as often as a token is in the reply so far.
-        logit_bias: Added to the logits of tokens, by id.
-        max_tokens: Upper bound of tokens per reply.
-        max_draft: Longest draft that is verified at once; how long each is, is decided by what it promises and costs.
+        stop: Strings that end a reply, unless a call names its own.
+        streaming: True: `invoke` tells callbacks of each chunk; False, given expressly: `stream` gives one chunk.
         dialect: How the model writes tool calls, by a name of `prompting.dialects.DIALECTS`; "auto" reads it off the
             chat template.
         session_store: Where sessions persist: None (RAM only), "auto" (`REDIS_URL`, else the embedded server), a Redis
@@ -86,17 +81,8 @@ class ChatDLite(BaseChatModel):
     model: str
     drafter: str = "auto"
     quantize: Literal["auto", "int8"] | None = "auto"
-    temperature: float = Field(default=0.0, ge=0)
-    top_k: int = Field(default=0, ge=0)
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    min_p: float = Field(default=0.0, ge=0, le=1)
-    seed: int = 0
-    repetition_penalty: float = Field(default=1.0, gt=0)
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] = Field(default_factory=dict)
-    max_tokens: int = Field(default=1024, ge=1)
-    max_draft: int = Field(default=15, ge=0, le=31)
+    stop: str | list[str] | None = None
+    streaming: bool = False
     dialect: str = "auto"
     session_store: Any = Field(default=None, exclude=True)
     settings: Settings = Field(default_factory=Settings, exclude=True)
@@ -109,14 +95,32 @@ class ChatDLite(BaseChatModel):
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
-        """What decides the text of a reply; the drafter does not."""
-        return {name: getattr(self, name) for name in ("model", "quantize", "dialect", *_SAMPLING, "max_tokens")}
+        """What decides the text of a reply; the drafter does not, unless verification is by rejection."""
+        drafting = ("drafter", *_CHANGES_NO_TEXT) if self.verification == "rejection" else ()
+        settings = (name for name in SETTINGS if name not in _CHANGES_NO_TEXT)
+        return {name: getattr(self, name) for name in ("model", "quantize", "dialect", "stop", *settings, *drafting)}
+
+    def _resolve_model_profile(self) -> ModelProfile:
+        profile = text_profile()
+        length = context_length(self.model, self.settings)
+        if length is not None:
+            profile["max_input_tokens"] = length - 1
+        return profile
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         params = super()._get_ls_params(stop=stop, **kwargs)
         params["ls_provider"] = PROVIDER
         params["ls_model_name"] = self.model
         return params
+
+    def bind(self, **kwargs: Any) -> _ChatModelBinding:
+        """Bind options to every call.
+
+        Raises:
+            ConfigError: An option is unknown or cannot work.
+        """
+        check_options(self, kwargs)
+        return super().bind(**kwargs)
 
     def bind_tools(
         self, tools: Sequence[Tool], *, tool_choice: str | dict[str, Any] | bool | None = None, **kwargs: Any
@@ -127,14 +131,40 @@ class ChatDLite(BaseChatModel):
             tools: Functions, pydantic classes, LangChain tools or OpenAI-style dicts.
             tool_choice: None or "auto" (the model decides), "none", "any", True or "required" (some call is made), or
                 the name of a tool, plain or as an OpenAI-style dict (that tool is called).
+            kwargs: Bound to every call. `parallel_tool_calls=False` allows one call per reply. `strict` changes
+                nothing: calls are always held to their tool's schema.
+
+        Raises:
+            ConfigError: If `tool_choice` names no tool of `tools`, or an option is unknown or cannot work.
+        """
+        formatted = format_tools(tools)
+        choice = choose_tool(tool_choice, [tool["function"]["name"] for tool in formatted])
+        return self.bind(tools=formatted, tool_choice=choice, **kwargs)
+
+    def with_structured_output(
+        self,
+        schema: dict[str, Any] | type | None = None,
+        *,
+        include_raw: bool = False,
+        method: Method = "function_calling",
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, Any]:
+        """Return a runnable whose replies are instances of a schema, held to it by a grammar.
+
+        Args:
+            schema: A pydantic class (replies are its instances), a TypedDict, a JSON schema or an OpenAI-style tool
+                (replies are dicts); None under "json_mode" for any JSON object.
+            include_raw: Return {"raw": message, "parsed": ..., "parsing_error": ...} and raise no parsing error.
+            method: "function_calling" shows the schema to the model, as a tool that it has to call. "json_schema" and
+                "json_mode" show it nothing and hold the text of the reply to the schema: describe it in the prompt.
             kwargs: Bound to every call.
 
         Raises:
-            ConfigError: If `tool_choice` names no tool of `tools`.
+            ConfigError: The schema is none, the method is unknown, or an option cannot work.
+            UnsupportedSchemaError: When called: the grammar cannot hold a feature of the schema.
+            IncompleteReplyError: When called: the reply reached `max_tokens` before it was whole.
         """
-        formatted = [convert_to_openai_tool(tool) for tool in tools]
-        choice = _tool_choice(tool_choice, [tool["function"]["name"] for tool in formatted])
-        return super().bind(tools=formatted, tool_choice=choice, **kwargs)
+        return structured_output(self, schema, method=method, include_raw=include_raw, options=kwargs)
 
     def invoke(
         self, input: LanguageModelInput, config: RunnableConfig | None = None, *, stop: Any = None, **kwargs: Any
@@ -152,12 +182,14 @@ class ChatDLite(BaseChatModel):
         self, input: LanguageModelInput, config: RunnableConfig | None = None, *, stop: Any = None, **kwargs: Any
     ) -> Iterator[AIMessageChunk]:
         """Do as `invoke`, chunk by chunk; closing it stops decoding within one step."""
+        refuse_several(self, kwargs)
         yield from super().stream(input, config, stop=stop, **_identified(config, kwargs))
 
     async def astream(
         self, input: LanguageModelInput, config: RunnableConfig | None = None, *, stop: Any = None, **kwargs: Any
     ) -> AsyncIterator[AIMessageChunk]:
         """Do as `stream`."""
+        refuse_several(self, kwargs)
         async for chunk in super().astream(input, config, stop=stop, **_identified(config, kwargs)):
             yield chunk
 
@@ -165,9 +197,25 @@ class ChatDLite(BaseChatModel):
         """Return the target's own tokens of a text."""
         return self.runtime.encoder.encode(text)
 
+    def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[Tool] | None = None) -> int:
+        """Return how many tokens the model is given for a conversation and its tools, template and all.
+
+        A call outside a session is given just as many. In a session the ids that were generated stand, which may be
+        more or fewer than their text would be encoded to.
+
+        Raises:
+            UnsupportedContentError: A message holds what the model cannot read.
+            ConfigError: Something in `tools` is no tool.
+        """
+        runtime = self.runtime
+        return len(runtime.encoder.encode(runtime.render(messages, format_tools(tools or ()))))
+
     def warm_up(self) -> None:
         """Load the weights now instead of at the first call."""
         _ = self.runtime
+
+    def _streaming_disabled(self, **kwargs: Any) -> bool:
+        return super()._streaming_disabled(**kwargs) or check_options(self, kwargs).n > 1
 
     def _generate(
         self,
@@ -176,7 +224,8 @@ class ChatDLite(BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        return generate_from_stream(self._stream(messages, stop, run_manager, **kwargs))
+        calls = self._calls(messages, stop, kwargs)
+        return _result(generate_from_stream(self._chunks(call)) for call in reversed(calls))
 
     async def _agenerate(
         self,
@@ -185,8 +234,9 @@ class ChatDLite(BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        chunks = [chunk async for chunk in self._astream(messages, stop, run_manager, **kwargs)]
-        return generate_from_stream(iter(chunks))
+        calls = self._calls(messages, stop, kwargs)
+        replies = [[chunk async for chunk in self._achunks(call)] for call in reversed(calls)]
+        return _result(generate_from_stream(iter(chunks)) for chunks in replies)
 
     def _stream(
         self,
@@ -195,7 +245,20 @@ class ChatDLite(BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        call = self._call(messages, stop, run_manager, kwargs)
+        yield from self._chunks(self._only_call(messages, stop, kwargs))
+
+    async def _astream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[ChatGenerationChunk]:
+        async with aclosing(self._achunks(self._only_call(messages, stop, kwargs))) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    def _chunks(self, call: Call) -> Iterator[ChatGenerationChunk]:
         events: queue.SimpleQueue[tuple[str, object]] = queue.SimpleQueue()
         job = self._submit(self.runtime, call, lambda kind, value: events.put((kind, value)))
         kind = "item"
@@ -210,14 +273,7 @@ class ChatDLite(BaseChatModel):
             while kind == "item":  # the session is free once the job has ended
                 kind, _ = events.get()
 
-    async def _astream(
-        self,
-        messages: list[BaseMessage],
-        stop: list[str] | None = None,
-        run_manager: AsyncCallbackManagerForLLMRun | None = None,
-        **kwargs: Any,
-    ) -> AsyncIterator[ChatGenerationChunk]:
-        call = self._call(messages, stop, run_manager, kwargs)
+    async def _achunks(self, call: Call) -> AsyncGenerator[ChatGenerationChunk]:
         loop = asyncio.get_running_loop()
         runtime = await loop.run_in_executor(None, lambda: self.runtime)
         events: asyncio.Queue[tuple[str, object]] = asyncio.Queue()
@@ -248,6 +304,8 @@ class ChatDLite(BaseChatModel):
         loaded = shared_runtime(
             self.model, drafter=self.drafter, quantize=self.quantize, store=store, settings=self.settings
         )
+        if self.profile is not None:
+            self.profile.setdefault("max_input_tokens", loaded.target.max_positions - 1)
         return loaded if self.dialect == "auto" else replace(loaded, template=loaded.template.speaking(self.dialect))
 
     @staticmethod
@@ -258,40 +316,24 @@ class ChatDLite(BaseChatModel):
         runtime.jobs.submit(job)
         return job
 
-    def _call(
-        self,
-        messages: list[BaseMessage],
-        stop: list[str] | None,
-        run_manager: CallbackManagerForLLMRun | AsyncCallbackManagerForLLMRun | None,
-        kwargs: dict[str, Any],
-    ) -> Call:
-        """Collect what one call asks for; settings bound to the call go before those of the model."""
-        thread_id, namespace = _identified(None, kwargs)["session"]
-        given = {name: getattr(self, name) if kwargs.get(name) is None else kwargs[name] for name in _PER_CALL}
-        return Call(
-            messages=tuple(messages),
-            tools=tuple(kwargs.get("tools") or ()),
-            tool_choice=kwargs.get("tool_choice") or "auto",
-            stops=(stop,) if isinstance(stop, str) else tuple(stop or ()),
-            thread_id=thread_id,
-            namespace=namespace,
-            sampling={name: given[name] for name in _SAMPLING},
-            max_tokens=given["max_tokens"],
-            max_draft=given["max_draft"],
-            on_prefill=self.on_prefill,
-        )
+    def _calls(self, messages: list[BaseMessage], stop: Any, kwargs: dict[str, Any]) -> list[Call]:
+        """Collect what one call asks for, once for each of its replies."""
+        session = _identified(None, kwargs)["session"]
+        options = resolve_options(self, kwargs, stop=self.stop if stop is None else stop, session=session)
+        return [Call(tuple(messages), options, choice, self.on_prefill) for choice in range(options.settings.n)]
+
+    def _only_call(self, messages: list[BaseMessage], stop: Any, kwargs: dict[str, Any]) -> Call:
+        refuse_several(self, kwargs)
+        return self._calls(messages, stop, kwargs)[0]
 
 
-def _tool_choice(choice: str | dict[str, Any] | bool | None, names: Sequence[str]) -> str:
-    """Reduce LangChain's ways of choosing a tool to "auto", "none", "any" or a name."""
-    if choice is None or choice is False or choice == "auto":
-        return "auto"
-    if choice is True or choice in ("any", "required"):
-        return "any"
-    name = choice.get("function", choice).get("name") if isinstance(choice, dict) else choice
-    if name == "none" or name in names:
-        return str(name)
-    raise ConfigError(f"tool_choice is {choice!r}; expected auto, none, any or one of {', '.join(names)}")
+def _result(replies: Iterable[ChatResult]) -> ChatResult:
+    """Return the result of several replies to one call, made last one first.
+
+    So the first, which is the one that a conversation goes on with, is what the session has in memory at the end.
+    """
+    generations = [generation for reply in replies for generation in reply.generations]
+    return ChatResult(generations=generations[::-1])
 
 
 def _identified(config: RunnableConfig | None, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -96,7 +96,7 @@ class GrammarFactory:
         Raises:
             UnsupportedSchemaError: The schema has a feature that a grammar cannot hold; the message has its path.
         """
-        return _GrammarConstraint(self._vocabulary, self._compile(f"start: {json_rule(schema)}", {"": schema}))
+        return self.lark(f"start: {json_rule(schema)}", {"": schema})
 
     def regex(self, pattern: str) -> TokenConstraint:
         """Hold the reply to a regular expression (Rust syntax, no look-around), all of it.
@@ -106,7 +106,20 @@ class GrammarFactory:
         """
         from llguidance import regex_to_lark
 
-        return _GrammarConstraint(self._vocabulary, self._compile(f"start: /{regex_to_lark(pattern)}/"))
+        return self.lark(f"start: /{regex_to_lark(pattern)}/")
+
+    def lark(self, grammar: str, schemas: Mapping[str, Mapping[str, Any]] | None = None) -> TokenConstraint:
+        """Hold the reply to a grammar in llguidance's Lark.
+
+        Args:
+            grammar: Its rules; the first is `start`.
+            schemas: The JSON schemas it was made of, by tool; they are looked through for the reason if it fails.
+
+        Raises:
+            UnsupportedSchemaError: A schema has a feature that a grammar cannot hold; the message has its path.
+            GrammarError: The grammar cannot be compiled.
+        """
+        return _GrammarConstraint(self._vocabulary, self._compile(grammar, schemas))
 
     def _compile(self, lark: str, schemas: Mapping[str, Mapping[str, Any]] | None = None) -> Any:
         """A fresh matcher; `schemas` are looked through for the reason if there is none."""

@@ -17,24 +17,43 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from langchain_core.exceptions import ContextOverflowError
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
-from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
+from langchain_core.messages.ai import InputTokenDetails, OutputTokenDetails, UsageMetadata
 from langchain_core.messages.tool import tool_call_chunk
 from langchain_core.outputs import ChatGenerationChunk
 
+from dlite_agent.call_options import CallOptions
 from dlite_agent.errors import ContextLengthError
+from dlite_agent.logprobs import TokenTrail, openai_entry
 from dlite_agent.prompting.messages import METADATA_KEY, message_digest
 from dlite_agent.prompting.parser import Event, InvalidToolCall, StreamParser, TextDelta, ToolCall
 from dlite_agent.prompting.stops import StopFilter
+from dlite_agent.reasoning import ThinkingSplit
 from dlite_agent.sessions.keys import session_id
+from dlite_agent.structured import answer_constraint
 
 if TYPE_CHECKING:
     from dlite_agent.engine.constraint import TokenConstraint
     from dlite_agent.engine.request import Step
+    from dlite_agent.engine.sampling import SamplingParams
     from dlite_agent.jobs import Job
+    from dlite_agent.prompting.encoding import Detokenizer
     from dlite_agent.runtime import Runtime
     from dlite_agent.session_keeper import Committed, LiveSession, Reuse
 
 PROVIDER = "dlite"
+_SAMPLING = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "seed",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "min_tokens",
+    "verification",
+)
 _ANONYMOUS = "anonymous"
 _PLAIN_TEXT = r"[^\s{\[<`](?s:.)*"  # what a reply without calls begins with, where the model was shown tools
 
@@ -49,32 +68,21 @@ class Call:
 
     Attributes:
         messages: The conversation.
-        tools: Tools as OpenAI-style dicts.
-        tool_choice: "auto", "none", "any" or a tool's name.
-        stops: Strings that end the reply.
-        thread_id: The session's thread, or None for a call that belongs to none (it is not stored).
-        namespace: Checkpoint namespace inside the thread.
-        sampling: Fields of `engine.sampling.SamplingParams`.
-        max_tokens: Upper bound of tokens of the reply.
-        max_draft: Longest draft verified at once.
+        options: What the call asks for.
+        choice: Which of several replies to the same call this is; each has a seed of its own.
         on_prefill: Told (rows done, rows to do) after every prefill chunk, on the engine's thread.
     """
 
     messages: tuple[BaseMessage, ...]
-    tools: tuple[dict[str, Any], ...]
-    tool_choice: str
-    stops: tuple[str, ...]
-    thread_id: str | None
-    namespace: str
-    sampling: Mapping[str, Any]
-    max_tokens: int
-    max_draft: int
+    options: CallOptions
+    choice: int = 0
     on_prefill: Callable[[int, int], None] | None = None
 
     @property
     def session_key(self) -> str:
         """The session's name."""
-        return _ANONYMOUS if self.thread_id is None else session_id(self.thread_id, self.namespace)
+        options = self.options
+        return _ANONYMOUS if options.thread_id is None else session_id(options.thread_id, options.namespace)
 
     @property
     def snapshot_id(self) -> str | None:
@@ -138,7 +146,7 @@ def stream_reply(runtime: Runtime, call: Call, job: Job[Any]) -> Iterator[ChatGe
         PromptTooLongError: If the prompt leaves no room in the model's context; nothing was computed.
         DLiteError: If the conversation, the tools or the session store cannot be used.
     """
-    is_stored = call.thread_id is not None
+    is_stored = call.options.thread_id is not None
     live = runtime.keeper.checkout(call.session_key, is_stored=is_stored, snapshot_id=call.snapshot_id)
     try:
         yield from _Reply(runtime, call, live).chunks(job)
@@ -152,82 +160,124 @@ class _Reply:
     def __init__(self, runtime: Runtime, call: Call, live: LiveSession) -> None:
         self._runtime = runtime
         self._call = call
+        self._options = call.options
         self._live = live
         self._tally = _Tally()
         self._text: list[str] = []
         self._calls: list[ToolCall] = []
         self._num_blocks = 0
         self._is_thinking = False  # whether the prompt has opened the model's thinking
+        self._trail = TokenTrail()
+        self._logprobs: list[dict[str, Any]] = []  # not delivered yet
         self._id = f"lc_run--{uuid.uuid4()}"
 
     def chunks(self, job: Job[Any]) -> Iterator[ChatGenerationChunk]:
         prompt = self._prompt_ids()
         reuse = self._runtime.keeper.restore(self._live, np.asarray(prompt, dtype=np.int32))
         dialect = self._runtime.template.dialect
-        parser = StreamParser(dialect, _parameters(self._offered_tools()), is_thinking=self._is_thinking)
-        stops = StopFilter(self._call.stops)
-        raw: list[str] = []
+        thinking = ThinkingSplit(dialect.thinking, is_thinking=self._is_thinking)
+        parser = StreamParser(dialect, _parameters(self._options.offered_tools))
+        stops = StopFilter(self._options.stops)
+        raw = ""
         with closing(self._pieces(prompt, job)) as pieces:
             for text in pieces:
-                raw.append(stops.feed(text))
-                yield from self._event_chunks(parser.feed(raw[-1]))
+                passed = stops.feed(text)
+                raw += passed
+                self._logprobs += self._trail.take(len(raw))
+                thought, answer = thinking.feed(passed)
+                yield from self._chunks_of(thought, parser.feed(answer))
                 if stops.is_stopped:
                     break
         if job.is_cancelled:
             return
         self._live.state.truncate(len(prompt) + self._tally.num_generated)  # the engine may be a step ahead
         finish_reason = self._finish_reason(stops)
-        raw.append(stops.flush())
-        yield from self._event_chunks(parser.feed(raw[-1]))
-        yield from self._event_chunks(parser.close(truncated=finish_reason == "length"))
+        rest = stops.flush()
+        raw += rest
+        self._logprobs += self._trail.take(len(raw), is_end=True)
+        thought, answer = (
+            before + behind for before, behind in zip(thinking.feed(rest), thinking.close(), strict=True)
+        )
+        yield from self._chunks_of(thought, parser.feed(answer))
+        yield from self._chunks_of("", parser.close(truncated=finish_reason == "length"))
         committed = self._runtime.keeper.commit(self._live)
-        yield self._last_chunk("".join(raw), finish_reason, len(prompt), reuse, committed)
-
-    def _offered_tools(self) -> tuple[dict[str, Any], ...]:
-        return () if self._call.tool_choice == "none" else self._call.tools
+        usage = self._usage(len(prompt), num_thought=self._trail.count(thinking.num_chars))
+        yield self._last_chunk(raw, finish_reason, usage, reuse=reuse, committed=committed)
 
     def _prompt_ids(self) -> list[int]:
         runtime = self._runtime
-        text = runtime.render(self._call.messages, self._call.tools)
+        text = runtime.render(self._call.messages, self._options.tools)
         self._is_thinking = runtime.template.dialect.is_thinking(text)
-        known = self._live.known_ids.tolist() if self._call.thread_id is not None else []
+        known = self._live.known_ids.tolist() if self._options.thread_id is not None else []
         return runtime.encoder.encode(text, known)  # without a session, the messages alone decide the ids
 
     def _constraint(self) -> TokenConstraint | None:
-        tools = self._offered_tools()
+        options, dialect, grammars = self._options, self._runtime.template.dialect, self._runtime.grammars
+        tools = options.offered_tools
+        if options.schema is not None and options.tool_choice in ("auto", "none"):
+            return answer_constraint(
+                grammars,
+                options.schema,
+                tools=tools,
+                dialect=dialect,
+                is_parallel=options.is_parallel,
+                is_thinking=self._is_thinking,
+            )
         if not tools:
-            return self._runtime.grammars.regex(_PLAIN_TEXT) if self._call.tools else None
-        constraint: TokenConstraint = self._runtime.grammars.tool_call(
+            return grammars.regex(_PLAIN_TEXT) if options.tools else None
+        constraint: TokenConstraint = grammars.tool_call(
             tools,
-            choice=self._call.tool_choice,
-            dialect=self._runtime.template.dialect,
+            choice=options.tool_choice,
+            dialect=dialect,
+            parallel=options.is_parallel,
             is_thinking=self._is_thinking,
         )
         return constraint
 
+    def _sampling(self) -> SamplingParams:
+        from dlite_agent.engine.sampling import SamplingParams, choice_params
+
+        settings, encoder = self._options.settings, self._runtime.encoder
+        words = dict.fromkeys(tuple(encoder.encode(form)) for word in settings.bad_words for form in (word, f" {word}"))
+        params = SamplingParams(
+            **{name: getattr(settings, name) for name in _SAMPLING},
+            bad_words=tuple(words),
+            top_logprobs=settings.top_logprobs if settings.logprobs else None,
+        )
+        return choice_params(params, self._call.choice)
+
     def _pieces(self, prompt: list[int], job: Job[Any]) -> Generator[str]:
         """Decode; yield the text of each step, possibly empty."""
         from dlite_agent.engine.request import Request
-        from dlite_agent.engine.sampling import SamplingParams
         from dlite_agent.prompting.encoding import Detokenizer
 
-        call, runtime = self._call, self._runtime
+        runtime = self._runtime
         request = Request(
             prompt_ids=prompt,
-            sampling=SamplingParams(**call.sampling),
-            max_new_tokens=call.max_tokens,
+            sampling=self._sampling(),
+            max_new_tokens=self._options.settings.max_tokens,
             end_ids=runtime.end_ids,
             constraint=self._constraint(),
-            max_draft=call.max_draft,
+            max_draft=self._options.settings.max_draft,
             is_cancelled=lambda: job.is_cancelled,
-            on_prefill=call.on_prefill or (lambda done, total: None),
+            on_prefill=self._call.on_prefill or (lambda done, total: None),
         )
         detokenizer = Detokenizer(runtime.encoder)
         with closing(runtime.scheduler.decode(self._live.state, runtime.drafter, request)) as steps:
             for step in steps:
                 self._tally.add(step)
-                yield "".join(detokenizer.push(token) for token in step.tokens if token not in runtime.end_ids)
-        yield detokenizer.flush()
+                yield "".join(self._texts(step, detokenizer))
+        rest = detokenizer.flush()
+        self._trail.close(rest)
+        yield rest
+
+    def _texts(self, step: Step, detokenizer: Detokenizer) -> Iterator[str]:
+        token_bytes = self._runtime.encoder.token_bytes
+        for index, token in enumerate(step.tokens):
+            if token not in self._runtime.end_ids:
+                text = detokenizer.push(token)
+                self._trail.add(text, openai_entry(step.logprobs[index], token_bytes) if step.logprobs else None)
+                yield text
 
     def _finish_reason(self, stops: StopFilter) -> str:
         if stops.is_stopped:
@@ -237,10 +287,13 @@ class _Reply:
             return "length"
         return "tool_calls" if self._calls else "stop"
 
-    def _event_chunks(self, events: list[Event]) -> Iterator[ChatGenerationChunk]:
+    def _chunks_of(self, thought: str, events: list[Event]) -> Iterator[ChatGenerationChunk]:
+        if thought:
+            self._num_blocks = max(self._num_blocks, 1)
+            yield self._chunk(AIMessageChunk(content="", id=self._id, additional_kwargs={"reasoning_content": thought}))
         for event in events:
             if isinstance(event, TextDelta):
-                self._num_blocks = max(self._num_blocks, 1)
+                self._num_blocks += not self._text
                 self._text.append(event.text)
                 yield self._chunk(AIMessageChunk(content=event.text, id=self._id))
             else:
@@ -261,40 +314,49 @@ class _Reply:
         part = tool_call_chunk(name=event.name, args=args, id=f"call_{uuid.uuid4().hex}", index=self._num_blocks)
         return AIMessageChunk(content="", id=self._id, tool_call_chunks=[part])
 
-    def _last_chunk(
-        self, raw: str, finish_reason: str, num_prompt: int, reuse: Reuse, committed: Committed | None
-    ) -> ChatGenerationChunk:
+    def _usage(self, num_prompt: int, *, num_thought: int) -> UsageMetadata:
         tally = self._tally
+        usage = UsageMetadata(
+            input_tokens=num_prompt,
+            output_tokens=tally.num_generated,
+            total_tokens=num_prompt + tally.num_generated,
+            input_token_details=InputTokenDetails(cache_read=tally.num_reused),
+        )
+        if num_thought:
+            usage["output_token_details"] = OutputTokenDetails(reasoning=num_thought)
+        return usage
+
+    def _last_chunk(
+        self, raw: str, finish_reason: str, usage: UsageMetadata, *, reuse: Reuse, committed: Committed | None
+    ) -> ChatGenerationChunk:
         calls = [{"name": call.name, "args": call.args} for call in self._calls]
         record: dict[str, Any] = {
             "raw": raw,
             "digest": message_digest("".join(self._text), calls),
-            "stats": tally.as_dict(reuse, committed),
+            "stats": self._tally.as_dict(reuse, committed),
         }
         if committed is not None:
             record |= {"session": self._call.session_key, "snapshot": committed.snapshot_id}
+        metadata = {
+            "model_name": self._runtime.name,
+            "model_provider": PROVIDER,
+            "finish_reason": finish_reason,
+            METADATA_KEY: record,
+        }
         message = AIMessageChunk(
-            content="",
-            id=self._id,
-            chunk_position="last",
-            usage_metadata=UsageMetadata(
-                input_tokens=num_prompt,
-                output_tokens=tally.num_generated,
-                total_tokens=num_prompt + tally.num_generated,
-                input_token_details=InputTokenDetails(cache_read=tally.num_reused),
-            ),
-            response_metadata={
-                "model_name": self._runtime.name,
-                "model_provider": PROVIDER,
-                "finish_reason": finish_reason,
-                METADATA_KEY: record,
-            },
+            content="", id=self._id, chunk_position="last", usage_metadata=usage, response_metadata=metadata
         )
-        return ChatGenerationChunk(message=message, generation_info={"finish_reason": finish_reason})
+        chunk = self._chunk(message)
+        chunk.generation_info = {**(chunk.generation_info or {}), "finish_reason": finish_reason}
+        return chunk
 
-    @staticmethod
-    def _chunk(message: AIMessageChunk) -> ChatGenerationChunk:
-        return ChatGenerationChunk(message=message)
+    def _chunk(self, message: AIMessageChunk) -> ChatGenerationChunk:
+        """Make a chunk that takes along the log-probabilities that are due."""
+        if not self._logprobs:
+            return ChatGenerationChunk(message=message)
+        due, self._logprobs = {"logprobs": {"content": self._logprobs}}, []
+        message.response_metadata = {**message.response_metadata, **due}
+        return ChatGenerationChunk(message=message, generation_info=due)
 
 
 def _parameters(tools: tuple[dict[str, Any], ...]) -> dict[str, Mapping[str, Any]]:
