@@ -61,7 +61,7 @@ class TrainConfig:
     draft_vocab_size: int = 8192
     has_confidence: bool = True
     has_mask_embedding: bool = True
-    has_target_head: bool = False
+    has_target_head: bool = True
     batch_size: int = 128
     learning_rate: float = 6e-4
     warm_up: float = 0.04
