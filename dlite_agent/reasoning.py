@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dlite_agent.prompting.spans import SPACE
+from dlite_agent.prompting.spans import SPACE, overlap
 
 
 class ThinkingSplit:
@@ -58,7 +58,7 @@ class ThinkingSplit:
             self._drop(len(self._closer))
             self._is_open, self._is_answer, self._skips_space = False, True, True
         else:
-            size = next((n for n in range(len(self._closer) - 1, 0, -1) if self._held.endswith(self._closer[:n])), 0)
+            size = overlap(self._held, self._closer)
             thought = self._drop(len(self._held[: len(self._held) - size].rstrip(SPACE)))
         thought = thought if self._has_thought else thought.lstrip(SPACE)
         self._has_thought = self._has_thought or bool(thought)

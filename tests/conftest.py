@@ -40,3 +40,12 @@ def golden_vectors() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no golden vectors at {folder}")
     return folder
+
+
+@pytest.fixture
+def command_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let commands run offline on one thread, in a home of their own, and print wide tables."""
+    monkeypatch.setenv("DLITE_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("DLITE_OFFLINE", "1")
+    monkeypatch.setenv("DLITE_THREADS", "1")
+    monkeypatch.setenv("COLUMNS", "200")

@@ -57,12 +57,7 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 PROMPT = [11, 12, 13, 14] * 16
 
 
-@pytest.fixture(autouse=True)
-def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DLITE_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("DLITE_OFFLINE", "1")
-    monkeypatch.setenv("DLITE_THREADS", "1")
-    monkeypatch.setenv("COLUMNS", "200")
+pytestmark = pytest.mark.usefixtures("command_home")
 
 
 @pytest.fixture(scope="module")

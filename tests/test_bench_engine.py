@@ -42,12 +42,7 @@ GREEDY = SamplingParams()
 PROMPT = (11, 12, 13, 14) * 6
 
 
-@pytest.fixture(autouse=True)
-def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DLITE_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("DLITE_OFFLINE", "1")
-    monkeypatch.setenv("DLITE_THREADS", "1")
-    monkeypatch.setenv("COLUMNS", "200")
+pytestmark = pytest.mark.usefixtures("command_home")
 
 
 @pytest.fixture(scope="module")

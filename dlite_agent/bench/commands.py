@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from dlite_agent.bench.output import (
     mismatch_fields,
     print_mismatches,
     stderr_writer,
+    with_given,
 )
 from dlite_agent.config import Settings
 from dlite_agent.errors import ConfigError
@@ -147,9 +148,9 @@ def _engine_options(arguments: argparse.Namespace) -> EngineOptions:
         "max_tokens": arguments.max_tokens,
         "num_rounds": arguments.repeats,
     }
-    return replace(
+    return with_given(
         options,
-        **{name: value for name, value in given.items() if value is not None},
+        given,
         has_peers=arguments.peers,
         drafters=tuple(arguments.drafter),
         assistant=arguments.assistant,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 from rich.markup import escape
@@ -17,6 +17,9 @@ from dlite_agent.errors import ConfigError
 
 if TYPE_CHECKING:
     from dlite_agent.bench.exact import Mismatch
+
+
+Options = TypeVar("Options", bound=Any)
 
 
 def add_recorded(parser: argparse.ArgumentParser, *, limit: str, has_excerpt: bool = True) -> None:
@@ -37,6 +40,11 @@ def add_recorded(parser: argparse.ArgumentParser, *, limit: str, has_excerpt: bo
     parser.add_argument("--max-tokens", type=positive, metavar="N", help="upper bound of tokens per reply")
     parser.add_argument("--seed", type=int, default=0, help="names the sampling noise (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the JSON line there too")
+
+
+def with_given(options: Options, given: Mapping[str, Any], **others: Any) -> Options:
+    """Return options with those that were given on the command line, and others in any case."""
+    return replace(options, **{name: value for name, value in given.items() if value is not None}, **others)
 
 
 def stderr_writer() -> Callable[[str], None]:

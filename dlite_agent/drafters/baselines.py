@@ -5,26 +5,15 @@ config.json holds `baseline` (the kind), the fields of `HistoryConfig`, and `tar
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from dlite_agent.drafters.dspark import DSparkModel
-from dlite_agent.drafters.files import (
-    check_draft_vocabulary,
-    check_tensors,
-    flag,
-    name_list,
-    read_json,
-    read_tensors,
-    require,
-    stored,
-)
+from dlite_agent.drafters.files import flag, load_weights, name_list, read_json, require, write_folder
 from dlite_agent.drafters.history import HistoryConfig, HistoryModel
 from dlite_agent.drafters.independent import IndependentModel
 from dlite_agent.errors import ConfigError, DrafterFormatError
@@ -62,7 +51,7 @@ def _value(content: Mapping[str, Any], name: str) -> Any:
     if name in _FLOATS:
         return float(require(content, name, float, where="config"))
     if name == "attention_bias":
-        return flag(content, name)
+        return flag(content, name, where="config")
     if name != "target_layer_ids":
         return require(content, name, int, where="config")
     ids = require(content, name, list, where="config")
@@ -96,13 +85,7 @@ def load(folder: Path, *, dtype: torch.dtype | None = None) -> HistoryModel:
         DrafterFormatError: If the checkpoint is damaged, incomplete or of another format.
     """
     config = read_config(folder)
-    tensors = read_tensors(folder)
-    with torch.device("meta"):
-        model = new_model(config)
-    check_tensors(folder, tensors, model.state_dict())
-    check_draft_vocabulary(tensors["draft_to_target"], vocab_size=config.vocab_size)
-    model.load_state_dict(tensors, assign=True)
-    return model if dtype is None else model.to(dtype)
+    return load_weights(folder, lambda: new_model(config), vocab_size=config.vocab_size, dtype=dtype)
 
 
 def save(
@@ -111,7 +94,4 @@ def save(
     """Write a model; the arguments are those of `checkpoint.save`."""
     content = asdict(model.config)
     content = {"baseline": content.pop("kind"), **content, "target_names": list(target_names)}
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: stored(tensor, dtype) for name, tensor in model.state_dict().items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(content, indent=1) + "\n")
+    write_folder(model, folder, content, dtype=dtype)

@@ -8,26 +8,14 @@ the target's embedding) in place of `sequential_head.prev_token_embedding.weight
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from dlite_agent.drafters.dlite import AGENT_V1, V1, VERSIONS, DLiteConfig, DLiteModel
-from dlite_agent.drafters.files import (
-    check_draft_vocabulary,
-    check_tensors,
-    expect,
-    flag,
-    name_list,
-    read_json,
-    read_tensors,
-    require,
-    stored,
-)
+from dlite_agent.drafters.files import expect, flag, load_weights, name_list, read_json, require, write_folder
 from dlite_agent.drafters.history import HistoryConfig
 from dlite_agent.drafters.pivot import pivot_layer_ids
 from dlite_agent.errors import ConfigError, DrafterFormatError, DrafterMismatchError
@@ -110,8 +98,8 @@ def _extensions(nested: Mapping[str, Any], version: str) -> dict[str, Any]:
     return {
         "version": version,
         "draft_vocab_size": require(nested, "draft_vocab_size", int, where="dlite_config"),
-        "has_confidence": flag(nested, "confidence_head"),
-        "has_mask_embedding": flag(nested, "mask_embedding"),
+        "has_confidence": flag(nested, "confidence_head", where="dlite_config"),
+        "has_mask_embedding": flag(nested, "mask_embedding", where="dlite_config"),
     }
 
 
@@ -126,14 +114,7 @@ def load(folder: Path, *, dtype: torch.dtype | None = None) -> DLiteModel:
         DrafterFormatError: If the checkpoint is damaged, incomplete or of another format.
     """
     config = read_config(folder)
-    tensors = read_tensors(folder)
-    with torch.device("meta"):
-        model = DLiteModel(config)
-    check_tensors(folder, tensors, model.state_dict())
-    if config.version == AGENT_V1:
-        check_draft_vocabulary(tensors["draft_to_target"], vocab_size=config.vocab_size)
-    model.load_state_dict(tensors, assign=True)
-    return model if dtype is None else model.to(dtype)
+    return load_weights(folder, lambda: DLiteModel(config), vocab_size=config.vocab_size, dtype=dtype)
 
 
 def read_target_names(folder: Path) -> tuple[str, ...]:
@@ -178,10 +159,7 @@ def save(
         }
     if target_names:
         fields["dlite_config"]["target_names"] = list(target_names)
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: stored(tensor, dtype) for name, tensor in model.state_dict().items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(fields, indent=1) + "\n")
+    write_folder(model, folder, fields, dtype=dtype)
 
 
 def check_target(config: DLiteConfig | HistoryConfig, *, hidden_size: int, vocab_size: int, num_layers: int) -> None:

@@ -19,8 +19,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from dlite_agent.drafters.draws import Draws, draft_places
-from dlite_agent.drafters.layers import Attention, Linear, Mlp, Rope, Shape, rope_tables
+from dlite_agent.drafters.draws import Draws, draft_places, likeliest
+from dlite_agent.drafters.layers import Layer, Linear, Rope, Shape, rope_tables
 from dlite_agent.drafters.protocol import DraftView, Proposal
 from dlite_agent.errors import ConfigError
 
@@ -86,14 +86,7 @@ class DLiteConfig(Shape):
         return self.block_size - 1
 
 
-class _Layer(nn.Module):
-    def __init__(self, config: DLiteConfig) -> None:
-        super().__init__()
-        self.self_attn = Attention(config)
-        self.mlp = Mlp(config)
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-
+class _Layer(Layer):
     def forward(
         self,
         block: torch.Tensor,
@@ -258,17 +251,16 @@ class DLiteModel(nn.Module):
 
     def likeliest(self, k: int, logits: torch.Tensor) -> torch.Tensor:
         """Return the likeliest tokens `[B]` of `logits [B, V_d]`, ids of the target's vocabulary."""
-        return self.to_target(logits.argmax(dim=-1))
+        return likeliest(logits, self.written_ids)
 
-    def to_target(self, draft_ids: torch.Tensor) -> torch.Tensor:
-        """Return the target's ids of tokens of the head's vocabulary."""
-        return self.draft_to_target[draft_ids].long() if self.config.version == AGENT_V1 else draft_ids
+    @property
+    def written_ids(self) -> torch.Tensor | None:
+        """The ids that the head can write, `[V_d]`; None for all."""
+        return self.draft_to_target if self.config.version == AGENT_V1 else None
 
     def to_draft(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the places of tokens in the head's vocabulary; of one that it does not have, any place."""
-        if self.config.version != AGENT_V1:
-            return tokens
-        return draft_places(tokens, self.draft_to_target)[0]
+        return tokens if self.written_ids is None else draft_places(tokens, self.written_ids)[0]
 
     def states(self, anchors: torch.Tensor, tokens: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
         """Return the head's states `[B, n, r]` when `tokens [B, n]` are drafted (the last is not looked at)."""
@@ -354,7 +346,6 @@ class DLiteDrafter:
         """Pair a model with its target's `embedding [vocab, d]`."""
         self.model = model.eval().requires_grad_(False)
         self.embedding = embedding
-        self._draft_to_target = model.draft_to_target if model.config.version == AGENT_V1 else None
 
     @torch.inference_mode()
     def propose(self, views: Sequence[DraftView]) -> list[Proposal]:
@@ -375,7 +366,7 @@ class DLiteDrafter:
         group = self.model.config.anchor_group_size
         pivot = torch.stack([view.pivot for view in views if view.pivot is not None])
         anchors = torch.tensor([view.ids[-group:].tolist() for view in views], device=pivot.device)
-        draws = Draws(views, self._draft_to_target, vocab_size=self.embedding.shape[0])
+        draws = Draws(views, self.model.written_ids, vocab_size=self.embedding.shape[0])
         roll = self.model.roll(
             pivot.to(self.model.norm.weight.dtype),
             anchors,

@@ -31,9 +31,7 @@ class Draws:
 
     def choose(self, k: int, logits: torch.Tensor) -> torch.Tensor:
         """Return tokens `[B]` for the k-th position of the block from `logits [B, V_d]`."""
-        tokens = logits.argmax(dim=-1)
-        if self._draft_to_target is not None:
-            tokens = self._draft_to_target[tokens].long()
+        tokens = likeliest(logits, self._draft_to_target)
         for i, view in enumerate(self._views):
             if k < len(view.drafted):
                 tokens[i] = view.drafted[k]
@@ -49,6 +47,12 @@ class Draws:
             return logits
         every = logits.new_full((self._vocab_size,), -torch.inf)
         return every.index_copy_(0, self._draft_to_target.long(), logits)
+
+
+def likeliest(logits: torch.Tensor, draft_to_target: torch.Tensor | None) -> torch.Tensor:
+    """Return the likeliest tokens `[...]` of `logits [..., V_d]`, ids of the target's vocabulary."""
+    places = logits.argmax(dim=-1)
+    return places if draft_to_target is None else draft_to_target[places].long()
 
 
 def draft_places(tokens: torch.Tensor, draft_to_target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

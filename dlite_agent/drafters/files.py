@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from torch import nn
 
 from dlite_agent.errors import DrafterFormatError
+
+M = TypeVar("M", bound=nn.Module)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -41,11 +44,11 @@ def expect(got: object, expected: object, *, field: str) -> None:
         raise DrafterFormatError(f"{field} is {got!r}; expected {expected!r}")
 
 
-def flag(nested: Mapping[str, Any], name: str) -> bool:
+def flag(fields: Mapping[str, Any], name: str, *, where: str) -> bool:
     """Return a field that is true or false."""
-    value = nested.get(name)
+    value = fields.get(name)
     if not isinstance(value, bool):
-        raise DrafterFormatError(f"dlite_config.{name} is {value!r}; expected true or false")
+        raise DrafterFormatError(f"{where}.{name} is {value!r}; expected true or false")
     return value
 
 
@@ -57,7 +60,7 @@ def name_list(fields: Mapping[str, Any], name: str, *, where: str) -> tuple[str,
     return tuple(names)
 
 
-def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
     """Read one safetensors file, or the shards that its index names."""
     index = folder / "model.safetensors.index.json"
     names = ["model.safetensors"]
@@ -76,7 +79,40 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def check_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:
+def load_weights(folder: Path, build: Callable[[], M], *, vocab_size: int, dtype: torch.dtype | None) -> M:
+    """Return a model with the weights of a folder.
+
+    Args:
+        folder: Holds model.safetensors, or shards and their index.
+        build: Makes the model; called where tensors have no content yet.
+        vocab_size: The target's, for the ids of a reduced vocabulary if the model has one.
+        dtype: Compute type; None keeps the stored one.
+
+    Raises:
+        DrafterFormatError: If the weights are damaged, incomplete or of another model.
+    """
+    tensors = _read_tensors(folder)
+    with torch.device("meta"):
+        model = build()
+    _check_tensors(folder, tensors, model.state_dict())
+    if "draft_to_target" in tensors:
+        _check_draft_vocabulary(tensors["draft_to_target"], vocab_size=vocab_size)
+    model.load_state_dict(tensors, assign=True)
+    return model if dtype is None else model.to(dtype)
+
+
+def write_folder(model: nn.Module, folder: Path, fields: Mapping[str, Any], *, dtype: torch.dtype | None) -> None:
+    """Write a model's weights, floats in a type where one is given, and its configuration; the folder may be new."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        name: tensor.to(dtype if tensor.is_floating_point() and dtype else tensor.dtype).contiguous()
+        for name, tensor in model.state_dict().items()
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(fields, indent=1) + "\n")
+
+
+def _check_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:
     """Compare names, shapes and kinds of tensors with those of a model; a `DrafterFormatError` names the first."""
     for name, like in wanted.items():
         if name not in tensors:
@@ -93,14 +129,9 @@ def check_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], wanted: Map
         raise DrafterFormatError(f"{folder}: tensors {unknown[:4]} are not part of its version")
 
 
-def check_draft_vocabulary(draft_to_target: torch.Tensor, *, vocab_size: int) -> None:
+def _check_draft_vocabulary(draft_to_target: torch.Tensor, *, vocab_size: int) -> None:
     """Refuse ids that the target does not have, and an order in which they cannot be looked up."""
     if draft_to_target.dtype != torch.int32:
         raise DrafterFormatError(f"tensor draft_to_target has dtype {draft_to_target.dtype}; expected torch.int32")
     if draft_to_target[0] < 0 or draft_to_target[-1] >= vocab_size or (draft_to_target.diff() < 1).any():
         raise DrafterFormatError(f"draft_to_target holds no ascending ids 0..{vocab_size - 1}")
-
-
-def stored(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """Return a tensor as it is written: floats in a type, where one is given."""
-    return tensor.to(dtype if tensor.is_floating_point() and dtype else tensor.dtype).contiguous()

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from dlite_agent.drafters.layers import Attention, Mlp, Rope, Shape, rope_tables
+from dlite_agent.drafters.layers import Attention, Layer, Rope, Shape, rope_tables
 from dlite_agent.errors import ConfigError
 
 Kind = Literal["dspark", "independent"]
@@ -129,14 +129,7 @@ class KeyValues:
         return grown[0], grown[1]
 
 
-class _Layer(nn.Module):
-    def __init__(self, config: HistoryConfig) -> None:
-        super().__init__()
-        self.self_attn = Attention(config)
-        self.mlp = Mlp(config)
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-
+class _Layer(Layer):
     def forward(
         self, x: torch.Tensor, rope: Rope, before: Before, index: int, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, Rows]:

@@ -153,3 +153,14 @@ class Mlp(nn.Module):
         """Apply to `x [..., d]`."""
         out: torch.Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
         return out
+
+
+class Layer(nn.Module):
+    """The parts of a pre-norm layer; what its attention looks at is for each kind of drafter to say."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.self_attn = Attention(shape)
+        self.mlp = Mlp(shape)
+        self.input_layernorm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)

@@ -18,7 +18,7 @@ from dlite_agent.prompting.dialects import Dialect
 from dlite_agent.prompting.events import Event, InvalidToolCall, TextDelta, ToolCall, invalid_call, read_call
 from dlite_agent.prompting.heads import Head, HeadState, scan_head
 from dlite_agent.prompting.schemas import Schema, is_valid
-from dlite_agent.prompting.spans import JSON_SPAN, OPEN, SPACE, SpanScan, scan_literal, skip_space
+from dlite_agent.prompting.spans import JSON_SPAN, OPEN, SPACE, SpanScan, overlap, scan_literal, skip_space
 
 __all__ = ["Event", "InvalidToolCall", "StreamParser", "TextDelta", "ToolCall"]
 
@@ -106,7 +106,7 @@ class StreamParser:
     def _scan_thinking(self, events: list[Event]) -> bool:
         closer = self._dialect.thinking[1]
         end = self._buffer.find(closer)
-        size = len(self._buffer) - _partial(self._buffer, closer) if end < 0 else end + len(closer)
+        size = len(self._buffer) - overlap(self._buffer, closer) if end < 0 else end + len(closer)
         self._emit(events, TextDelta(self._buffer[:size], is_thinking=True))
         self._buffer = self._buffer[size:]
         if end >= 0:
@@ -197,12 +197,7 @@ class StreamParser:
         return True
 
 
-def _partial(text: str, tag: str) -> int:
-    """Length of the longest suffix that begins the tag."""
-    return next((size for size in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:size])), 0)
-
-
 def _held_suffix(text: str, tag: str) -> int:
     """Length of the suffix that may still be the white space before a tag and the tag's beginning."""
-    before = text[: len(text) - _partial(text, tag)]
+    before = text[: len(text) - overlap(text, tag)]
     return len(text) - len(before.rstrip(SPACE))

@@ -20,6 +20,12 @@ TOOL_NAME = re.compile(r"[\w.:/\-]+")
 """A tool's name where it is not in quotes."""
 
 
+def overlap(text: str, wanted: str) -> int:
+    """Return the length of the longest end of a text with which `wanted` begins, but is not whole."""
+    longest = min(len(wanted) - 1, len(text))
+    return next((size for size in range(longest, 0, -1) if text.endswith(wanted[:size])), 0)
+
+
 def _any_of(texts: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))))
 

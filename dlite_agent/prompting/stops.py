@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dlite_agent.errors import ConfigError
+from dlite_agent.prompting.spans import overlap
 
 
 class StopFilter:
@@ -34,7 +35,7 @@ class StopFilter:
             self.is_stopped = True
             passed, self._held = self._held[: min(found)], ""
             return passed
-        keep = max((self._overlap(stop) for stop in self._stops), default=0)
+        keep = max((overlap(self._held, stop) for stop in self._stops), default=0)
         cut = len(self._held) - keep
         passed, self._held = self._held[:cut], self._held[cut:]
         return passed
@@ -43,8 +44,3 @@ class StopFilter:
         """Return what was held back, at the end of the text."""
         passed, self._held = self._held, ""
         return passed
-
-    def _overlap(self, stop: str) -> int:
-        """Return the length of the longest end of the held text that begins `stop`."""
-        longest = min(len(stop) - 1, len(self._held))
-        return next((n for n in range(longest, 0, -1) if self._held.endswith(stop[:n])), 0)

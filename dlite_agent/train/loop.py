@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dlite_agent.drafters.draws import likeliest
 from dlite_agent.errors import ConfigError
 from dlite_agent.train.anchors import AnchorStream, Batch, Position
 from dlite_agent.train.config import TrainConfig
@@ -168,7 +169,7 @@ class Trainer:
             return batch.tokens
         logits, _ = self.student.logits(hidden, batch, batch.tokens)
         is_own = torch.rand(batch.tokens.shape, generator=self._generator).to(self.device) < share
-        return torch.where(is_own, self.student.draft_to_target[logits.argmax(dim=-1)].long(), batch.tokens)
+        return torch.where(is_own, likeliest(logits, self.student.draft_to_target), batch.tokens)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast("cuda", dtype=torch.bfloat16) if self.device.type == "cuda" else nullcontext()

@@ -11,6 +11,7 @@ from torch import nn
 
 from dlite_agent.drafters import baselines, checkpoint
 from dlite_agent.drafters.dlite import DLiteModel
+from dlite_agent.drafters.draws import likeliest
 from dlite_agent.drafters.dspark import DSparkModel
 from dlite_agent.drafters.history import FixedRows, HistoryModel, head_logits
 from dlite_agent.drafters.independent import IndependentModel
@@ -155,14 +156,14 @@ class DLiteStudent:
 
     def hidden(self, batch: Batch) -> torch.Tensor:
         """Return the block's hidden states."""
-        return self.model.hidden(batch.pivot, self._anchors(batch), self.embedding)
+        return self.model.hidden(batch.pivot, self.anchors(batch), self.embedding)
 
     def logits(
         self, hidden: torch.Tensor, batch: Batch, drafted: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run the sequential head over given tokens."""
         head = self.model.sequential_head
-        states = self.model.states(self._anchors(batch), drafted, self.embedding)
+        states = self.model.states(self.anchors(batch), drafted, self.embedding)
         confidence = None
         if self.model.config.has_confidence:
             confidence = head.confidence_logits(states.detach(), hidden.detach())
@@ -170,14 +171,15 @@ class DLiteStudent:
 
     def greedy(self, batch: Batch) -> torch.Tensor:
         """Draft as decoding does."""
-        anchors = self._anchors(batch)
+        anchors = self.anchors(batch)
         return self.model.greedy(batch.pivot, anchors, self.embedding, num_tokens=self.num_drafts)[0]
 
     def write(self, folder: Path, *, target_names: Sequence[str]) -> None:
         """Write a `dlite_agent_v1` checkpoint."""
         checkpoint.save(self.model, folder, dtype=torch.bfloat16, target_names=target_names)
 
-    def _anchors(self, batch: Batch) -> torch.Tensor:
+    def anchors(self, batch: Batch) -> torch.Tensor:
+        """Return the anchors that it reads, `[B, G]`."""
         return batch.anchors[:, -self.model.config.anchor_group_size :]
 
 
@@ -202,8 +204,7 @@ class TeacherStudent:
     def hidden(self, batch: Batch) -> torch.Tensor:
         """Return the block's hidden states."""
         windows, is_there = window_rows(batch, self.model.window)
-        anchors = batch.anchors[:, -self.model.net.config.anchor_group_size :]
-        return self.model.hidden(batch.pivot, windows, is_there, anchors, self.embedding)
+        return self.model.hidden(batch.pivot, windows, is_there, self._inner.anchors(batch), self.embedding)
 
     def logits(
         self, hidden: torch.Tensor, batch: Batch, drafted: torch.Tensor
@@ -216,7 +217,7 @@ class TeacherStudent:
         hidden, drafts = self.hidden(batch), batch.tokens.new_zeros(len(batch), self.num_drafts)
         for k in range(self.num_drafts):
             logits, _ = self.logits(hidden, batch, drafts)
-            drafts[:, k] = _ids(logits[:, k], self.draft_to_target)
+            drafts[:, k] = likeliest(logits[:, k], self.draft_to_target)
         return drafts
 
     def write(self, folder: Path, *, target_names: Sequence[str]) -> None:
@@ -265,7 +266,7 @@ class DSparkStudent:
         base, tokens = head_logits(hidden, self.head), [batch.anchors[:, -1]]
         for k in range(self.num_drafts):
             previous = self.model.previous(tokens[-1], self.embedding)
-            tokens.append(_ids(base[:, k] + self.model.markov_proj(previous), self.draft_to_target))
+            tokens.append(likeliest(base[:, k] + self.model.markov_proj(previous), self.draft_to_target))
         return torch.stack(tokens[1:], dim=1)
 
     def write(self, folder: Path, *, target_names: Sequence[str]) -> None:
@@ -316,7 +317,7 @@ class IndependentStudent:
             drafts = tokens.unsqueeze(1)
             for _ in range(self.num_drafts):
                 hidden = self.model.behind(drafts, text.positions, FixedRows(rows), self.embedding)
-                token = _ids(head_logits(hidden[:, -1], self.head), self.draft_to_target)
+                token = likeliest(head_logits(hidden[:, -1], self.head), self.draft_to_target)
                 drafts = torch.cat([drafts, token.unsqueeze(1)], dim=1)
             each.append(drafts[:, 1:])
         return torch.cat(each)
@@ -329,8 +330,3 @@ class IndependentStudent:
         config = self.model.config
         empty = self.embedding.new_empty(1, config.num_key_value_heads, 0, config.head_dim)
         return FixedRows([(empty, empty)] * config.num_hidden_layers)
-
-
-def _ids(logits: torch.Tensor, draft_to_target: torch.Tensor) -> torch.Tensor:
-    """Return the target's ids of the likeliest tokens."""
-    return draft_to_target[logits.argmax(dim=-1)].long()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from dlite_agent.bench.output import (
     mismatch_fields,
     print_mismatches,
     stderr_writer,
+    with_given,
 )
 from dlite_agent.config import Settings
 
@@ -93,9 +94,9 @@ def _options(arguments: argparse.Namespace) -> DrafterOptions:
         "max_tokens": arguments.max_tokens,
         "num_rounds": arguments.repeats,
     }
-    return replace(
+    return with_given(
         options,
-        **{name: value for name, value in given.items() if value is not None},
+        given,
         drafters=tuple(arguments.drafter),
         workloads=arguments.workloads,
         has_grammar=not arguments.no_grammar,
