@@ -16,6 +16,7 @@ from dlite_agent.engine.linear import (
     RowTable,
     SmallRowLinear,
     Way,
+    Weights,
     calibrate,
     is_exact,
     measure,
@@ -40,6 +41,10 @@ def small_model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
 
 def linears_of(model: nn.Module) -> list[SmallRowLinear]:
     return [child for child in model.modules() if isinstance(child, SmallRowLinear)]
+
+
+def weights(*same: torch.Tensor) -> Weights:
+    return Weights(same, torch.ones(1))
 
 
 def rows(num_rows: int, width: int) -> torch.Tensor:
@@ -113,7 +118,7 @@ def fake_times(monkeypatch: pytest.MonkeyPatch, times: dict[tuple[str, int, int]
 
 def test_the_cheapest_way_is_taken_padded_or_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_times(monkeypatch, {("columns", 4, 0): 1.0, ("rows", 16, 0): 2.6})
-    table = measure([torch.zeros(3, 5)])
+    table = measure(weights(torch.zeros(3, 5)))
     chosen = [(way.method, way.num_rows) for way in table.ways]
     assert chosen == [("columns", 4)] * 8 + [("rows", 16)] * 8 + chosen[16:]
     assert [(chosen[n - 1], table.ways[n - 1].cost(n)) for n in (17, 20, 32, 64)] == [
@@ -125,6 +130,36 @@ def test_the_cheapest_way_is_taken_padded_or_in_groups(monkeypatch: pytest.Monke
     assert table.shape == (3, 5)
 
 
+def test_products_are_timed_in_a_row_after_the_caches_were_emptied(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    class Between(torch.Tensor):
+        def sum(self, *args: object, **kwargs: object) -> torch.Tensor:
+            seen.append("emptied")
+            return torch.zeros(1)
+
+    def multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        seen.append("multiplied")
+        return torch.mm(x, weight.t())
+
+    monkeypatch.setattr(module, "METHODS", {"rows": multiply})
+    measure(Weights([torch.randn(3, 5), torch.randn(3, 5)], torch.ones(1).as_subclass(Between)))
+    assert seen.pop(0) == "multiplied"  # does the method work at all
+    assert seen == ["emptied", "multiplied", "multiplied"] * (len(seen) // 3)
+
+
+def test_a_model_is_measured_with_caches_as_its_own_pass_leaves_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+
+    def measured(weights: Weights) -> RowTable:
+        sizes.append(weights.between.nbytes)
+        return RowTable(weights.shape, (Way("rows", 1, 1.0),) * MAX_ROWS)
+
+    monkeypatch.setattr(module, "measure", measured)
+    calibrate(small_model())
+    assert sizes == [4 * (33 * 7 + 2 * 32 * 64)] * 2
+
+
 @pytest.mark.parametrize(("milliseconds", "expected"), [(0.8, 0), (0.7, 1)])
 def test_fewer_threads_must_be_clearly_faster(
     monkeypatch: pytest.MonkeyPatch, milliseconds: float, expected: int
@@ -133,7 +168,7 @@ def test_fewer_threads_must_be_clearly_faster(
     torch.set_num_threads(2)
     try:
         fake_times(monkeypatch, {("rows", 1, 0): 1.0, ("rows", 1, 1): milliseconds})
-        assert measure([torch.zeros(3, 5)]).ways[0].num_threads == expected
+        assert measure(weights(torch.zeros(3, 5))).ways[0].num_threads == expected
     finally:
         torch.set_num_threads(before)
 
@@ -143,7 +178,7 @@ def test_a_method_that_this_build_lacks_is_left_out(monkeypatch: pytest.MonkeyPa
         raise RuntimeError("no such kernel")
 
     monkeypatch.setitem(METHODS, "onednn", missing)
-    table = measure([torch.randn(3, 5)])
+    table = measure(weights(torch.randn(3, 5)))
     assert "onednn" not in {way.method for way in table.ways}
 
 
@@ -245,7 +280,7 @@ def test_a_model_without_linears_has_no_table(tmp_path: Path) -> None:
 def test_an_exact_table_gives_each_row_the_bits_it_gets_alone(shape: tuple[int, int]) -> None:
     linear = nn.Linear(shape[1], shape[0]).requires_grad_(False)
     mode = RowMode()
-    small = SmallRowLinear(linear, measure_exact([linear.weight]), mode)
+    small = SmallRowLinear(linear, measure_exact(weights(linear.weight)), mode)
     x = rows(2 * MAX_ROWS + 3, shape[1])
     alone = torch.cat([small(row) for row in torch.split(x, 1)])
     for num_rows in (*range(1, 17), 31, 32, 33, MAX_ROWS, MAX_ROWS + 1, len(x)):
@@ -282,7 +317,7 @@ def test_ways_that_agree_to_the_last_bit_serve_together(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(module, "METHODS", {"one": row_by_row, "two": row_by_row})
     fake_times(monkeypatch, {("one", 1, 0): 1.0, ("two", 8, 0): 2.5})
-    table = measure_exact([torch.randn(21, 33)])
+    table = measure_exact(weights(torch.randn(21, 33)))
     chosen = [(way.method, way.num_rows) for way in table.ways[:8]]
     assert chosen == [("one", 1)] * 2 + [("two", 8)] * 6
 
@@ -301,7 +336,7 @@ def test_a_kernel_whose_rows_depend_on_places_or_neighbours_is_seen(
 @pytest.mark.parametrize("kernel", [by_place, by_neighbour])
 def test_with_no_other_kernel_rows_are_multiplied_one_by_one(monkeypatch: pytest.MonkeyPatch, kernel: object) -> None:
     monkeypatch.setattr(module, "METHODS", {"rows": kernel})
-    assert {way.num_rows for way in measure_exact([torch.randn(21, 33)]).ways} == {1}
+    assert {way.num_rows for way in measure_exact(weights(torch.randn(21, 33))).ways} == {1}
 
 
 def test_a_kernel_that_never_repeats_its_bits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

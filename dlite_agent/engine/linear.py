@@ -17,6 +17,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import cycle, islice
 from pathlib import Path
 
 import torch
@@ -29,10 +30,12 @@ from dlite_agent.errors import UnsupportedModelError
 MAX_ROWS = 64
 ROW_COUNTS = (1, 2, 4, 8, 16, 32, 64)
 _REPEATS = 7
+_IN_A_ROW = 8  # products timed together, each with a weight of its own
 _HOPELESS = 2.0  # times the best known: not tried often
 _NEAR = 1.5  # times the best known: measured again, when whatever disturbed the first time may be over
 _WORTH_IT = 0.75  # another number of threads must take less than this of the time
-_FORMAT = 2
+_CACHE_BYTES = 64 << 20  # reading so much leaves nothing of a weight in the processor's caches
+_FORMAT = 3
 _ALIGNMENT = 64  # bytes; kernels may sum in another order where memory begins elsewhere
 _TYPICAL_ROWS = (1, 2, 4, 8)  # an exact table serves these best
 
@@ -157,18 +160,41 @@ class SmallRowLinear(nn.Module):
         return y.view(*x.shape[:-1], self.out_features)
 
 
-def _least_ms(way: Way, x: torch.Tensor, weights: Sequence[torch.Tensor], *, best: float) -> float:
-    """Time a product with `x`, each time on the next weight, as a forward pass would find it (not in the cache).
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The weights of one shape, and what a forward pass reads before it comes to them again.
+
+    Attributes:
+        same: Weights `[out, in]`.
+        between: As many bytes as all weights of the model have, up to what empties the processor's caches.
+    """
+
+    same: Sequence[torch.Tensor]
+    between: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows out and in."""
+        out_features, in_features = self.same[0].shape
+        return out_features, in_features
+
+
+def _least_ms(way: Way, x: torch.Tensor, weights: Weights, *, best: float) -> float:
+    """Time products with `x` as a forward pass would do them: one weight after the other, none of them in the cache.
 
     The least of a few times is taken: whatever else the machine does only ever adds. What is far from the `best` known
     is tried twice only (the first time prepares the kernel).
     """
+    num_products = min(_IN_A_ROW, len(weights.same))
+    in_turn = cycle(weights.same)
     times = []
     for repeat in range(_REPEATS):
-        weight = weights[repeat % len(weights)]
+        row = list(islice(in_turn, num_products))
+        weights.between.sum()
         start = time.perf_counter()
-        way(x, weight)
-        times.append((time.perf_counter() - start) * 1e3)
+        for weight in row:
+            way(x, weight)
+        times.append((time.perf_counter() - start) * 1e3 / num_products)
         if repeat and min(times) > _HOPELESS * best:
             break
     return min(times)
@@ -197,21 +223,21 @@ def _methods_for(dtype: torch.dtype) -> list[str]:
     return able
 
 
-def _candidates(weights: Sequence[torch.Tensor], thread_counts: Sequence[int]) -> list[Way]:
+def _candidates(weights: Weights, thread_counts: Sequence[int]) -> list[Way]:
     """Measure every method at every row count and number of threads; what is near the best once more, a while later."""
     once = list(_measured(weights, thread_counts))
     best = {n: min(way.milliseconds for way in once if way.num_rows == n) for n in ROW_COUNTS}
     near = [way for way in once if way.milliseconds < _NEAR * best[way.num_rows]]
     again = []
     for way in near:
-        x = torch.randn(way.num_rows, weights[0].shape[1], dtype=weights[0].dtype)
+        x = torch.randn(way.num_rows, weights.shape[1], dtype=weights.same[0].dtype)
         elapsed = _least_ms(way, x, weights, best=way.milliseconds)
         again.append(replace(way, milliseconds=min(elapsed, way.milliseconds)))
     return [*(way for way in once if way not in near), *again]
 
 
-def _measured(weights: Sequence[torch.Tensor], thread_counts: Sequence[int]) -> Iterator[Way]:
-    dtype, in_features = weights[0].dtype, weights[0].shape[1]
+def _measured(weights: Weights, thread_counts: Sequence[int]) -> Iterator[Way]:
+    dtype, in_features = weights.same[0].dtype, weights.shape[1]
     methods = _methods_for(dtype)
     for num_rows in ROW_COUNTS:
         x = torch.randn(num_rows, in_features, dtype=dtype)
@@ -237,23 +263,22 @@ def _table(shape: tuple[int, int], candidates: Sequence[Way]) -> RowTable:
     return RowTable(shape, tuple(best_for(n) for n in range(1, MAX_ROWS + 1)))
 
 
-def measure(weights: Sequence[torch.Tensor]) -> RowTable:
-    """Measure every way to multiply on weights `[out, in]` of one shape; returns the fastest for each row count."""
-    out_features, in_features = weights[0].shape
-    return _table((out_features, in_features), _candidates(weights, _thread_counts()))
+def measure(weights: Weights) -> RowTable:
+    """Measure every way to multiply on weights of one shape; returns the fastest for each row count."""
+    return _table(weights.shape, _candidates(weights, _thread_counts()))
 
 
-def measure_exact(weights: Sequence[torch.Tensor]) -> RowTable:
+def measure_exact(weights: Weights) -> RowTable:
     """Do as `measure`, among ways that give a row the same bits wherever it stands.
 
     Raises:
         UnsupportedModelError: If no way to multiply does.
     """
-    out_features, in_features = weights[0].shape
+    out_features, in_features = weights.shape
     candidates = _candidates(weights, (0,))
     classes: list[tuple[list[torch.Tensor], list[Way]]] = []
     for way in candidates:
-        bits = row_bits(way, weights)
+        bits = row_bits(way, weights.same)
         if bits is None:
             continue
         known = next((ways for same, ways in classes if _are_equal(same, bits)), None)
@@ -266,7 +291,7 @@ def measure_exact(weights: Sequence[torch.Tensor]) -> RowTable:
             f"no product with weights {out_features}x{in_features} gives a row the same bits wherever it stands; "
             "load the model without exact=True"
         )
-    tables = [_table((out_features, in_features), ways) for _, ways in classes]
+    tables = [_table(weights.shape, ways) for _, ways in classes]
     return min(tables, key=lambda table: sum(table.ways[n - 1].cost(n) for n in _TYPICAL_ROWS))
 
 
@@ -373,9 +398,12 @@ def calibrate(
         return {}
     path = None if folder is None else table_path(folder, found[0][2].weight.dtype, exact=mode is not None)
     tables = {} if path is None else _load(path)
-    by_shape: dict[tuple[int, int], list[torch.Tensor]] = {}
+    same: dict[tuple[int, int], list[torch.Tensor]] = {}
     for _, _, linear in found:
-        by_shape.setdefault((linear.out_features, linear.in_features), []).append(linear.weight)
+        same.setdefault((linear.out_features, linear.in_features), []).append(linear.weight)
+    num_bytes = sum(linear.weight.nbytes for _, _, linear in found)
+    between = torch.ones(min(num_bytes, _CACHE_BYTES) // 4)
+    by_shape = {shape: Weights(weights, between) for shape, weights in same.items()}
     with torch.inference_mode():
         missing = _measure_missing(by_shape, tables, exact=mode is not None)
     tables |= missing
@@ -388,10 +416,10 @@ def calibrate(
 
 
 def _measure_missing(
-    by_shape: dict[tuple[int, int], list[torch.Tensor]], tables: dict[tuple[int, int], RowTable], *, exact: bool
+    by_shape: dict[tuple[int, int], Weights], tables: dict[tuple[int, int], RowTable], *, exact: bool
 ) -> dict[tuple[int, int], RowTable]:
     """Measure what has no table, or one that is not exact here."""
     if not exact:
         return {shape: measure(weights) for shape, weights in by_shape.items() if shape not in tables}
-    unproven = {s: w for s, w in by_shape.items() if s not in tables or not is_exact(tables[s], w)}
+    unproven = {s: w for s, w in by_shape.items() if s not in tables or not is_exact(tables[s], w.same)}
     return {shape: measure_exact(weights) for shape, weights in unproven.items()}
