@@ -76,13 +76,8 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _quantize(arguments: argparse.Namespace) -> Literal["int8"] | None:
-    """Return the quantization of a choice; `auto` is the model profile's."""
-    if arguments.quantize != "auto":
-        return "int8" if arguments.quantize == "int8" else None
-    from dlite_agent.models import profile_for
-
-    return profile_for(arguments.model).quantize
+def _quantize(arguments: argparse.Namespace) -> Literal["auto", "int8"] | None:
+    return None if arguments.quantize == "none" else arguments.quantize  # type: ignore[no-any-return]
 
 
 def _pull(arguments: argparse.Namespace, settings: Settings, console: Console) -> int:

@@ -1,4 +1,4 @@
-"""The one place where the environment is read: folders, server address, thread count."""
+"""The one place where the environment is read: folders, server address, how the target is computed."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from dlite_agent.errors import ConfigError
 
 _MAX_THREADS = 1024
+_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def _default_home() -> Path:
@@ -38,6 +39,9 @@ class Settings:
         redis_url: Server to use instead of the embedded one (`REDIS_URL`), or None.
         threads: Compute threads for the target and the drafter (`DLITE_THREADS`).
         device: Where the target and the drafter run: "cpu", "cuda" or "mps" (`DLITE_DEVICE`).
+        dtype: Of the target's weights and rows: "float32", "bfloat16" or "float16" (`DLITE_DTYPE`). Sixteen
+            bits halve the memory, but their rounding decides near ties: the text may then depend on how it is drafted.
+        exact: Give a row the very same logits in every kind of pass (`DLITE_EXACT` set to 1); float32 on a CPU only.
         offline: Never open a network connection (`DLITE_OFFLINE` or `HF_HUB_OFFLINE` set to 1).
     """
 
@@ -45,6 +49,8 @@ class Settings:
     redis_url: str | None = field(default_factory=lambda: os.environ.get("REDIS_URL") or None)
     threads: int = field(default_factory=_default_threads)
     device: str = field(default_factory=lambda: os.environ.get("DLITE_DEVICE") or "cpu")
+    dtype: str = field(default_factory=lambda: os.environ.get("DLITE_DTYPE") or "float32")
+    exact: bool = field(default_factory=lambda: os.environ.get("DLITE_EXACT") == "1")
     offline: bool = field(
         default_factory=lambda: "1" in (os.environ.get("DLITE_OFFLINE"), os.environ.get("HF_HUB_OFFLINE"))
     )
@@ -52,6 +58,8 @@ class Settings:
     def __post_init__(self) -> None:
         if not 1 <= self.threads <= _MAX_THREADS:
             raise ConfigError(f"threads is {self.threads}; expected 1 to {_MAX_THREADS}")
+        if self.dtype not in _DTYPES:
+            raise ConfigError(f"dtype is {self.dtype!r}; expected one of {', '.join(_DTYPES)}")
 
     @property
     def models_dir(self) -> Path:

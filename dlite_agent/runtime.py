@@ -69,7 +69,7 @@ def shared_runtime(
     Raises:
         DLiteError: If the model or the drafter cannot be found or used; nothing is kept then.
     """
-    chosen = profile_for(model).quantize if quantize == "auto" else quantize
+    chosen = _usual_quantization(model, settings) if quantize == "auto" else quantize
     weights = (model, chosen, settings)
     key = (weights, drafter, store)
     with _loading:
@@ -83,6 +83,11 @@ def shared_runtime(
                 loaded = _load(model, drafter=drafter, quantize=chosen, store=store, settings=settings)
             _loaded[key] = loaded
         return _loaded[key]
+
+
+def _usual_quantization(model: str, settings: Settings) -> Quantization | None:
+    """Return what the model's profile says; it speaks of float32 on a CPU."""
+    return profile_for(model).quantize if (settings.device, settings.dtype) == ("cpu", "float32") else None
 
 
 def close_all() -> None:
@@ -109,7 +114,14 @@ def _load(
         folder = resolve(model, settings=settings, progress=progress)
     tokenizer = _load_tokenizer(folder)
     calibration = settings.home / "calibration"
-    target = Target.load(folder, quantize=quantize, device=settings.device, cache_dir=calibration)
+    target = Target.load(
+        folder,
+        dtype=getattr(torch, settings.dtype),
+        quantize=quantize,
+        exact=settings.exact,
+        device=settings.device,
+        cache_dir=calibration,
+    )
     end_ids = _end_ids(target, tokenizer)
     return Runtime(
         name=model,

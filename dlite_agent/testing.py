@@ -75,6 +75,7 @@ def tiny_target(
     *,
     quantize: Quantization | None = None,
     exact: bool = False,
+    dtype: torch.dtype = torch.float32,
     **overrides: Any,
 ) -> Target:
     """Make a target with random weights, in memory.
@@ -85,6 +86,7 @@ def tiny_target(
         seed: Names the weights.
         quantize: As for `Target`.
         exact: As for `Target`.
+        dtype: Of the weights.
         **overrides: Fields of the family's transformers configuration.
 
     Raises:
@@ -97,9 +99,9 @@ def tiny_target(
     config = AutoConfig.for_model(family, **_fields(family, overrides))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         _roughen(model)
-    facts = json.dumps([family, seed, quantize, exact, overrides], sort_keys=True, default=str)
+    facts = json.dumps([family, seed, quantize, exact, str(dtype), overrides], sort_keys=True, default=str)
     fingerprint = hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
     return Target(model, fingerprint=fingerprint, quantize=quantize, exact=exact)
 

@@ -10,10 +10,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
 import pytest
+import torch
 from langchain_core.exceptions import ContextOverflowError
 from langchain_core.messages import AIMessage, AIMessageChunk, AnyMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.runnables import RunnableConfig
@@ -21,6 +23,7 @@ from langgraph.graph import END, START, StateGraph
 from langgraph.graph.message import add_messages
 
 from dlite_agent import ChatDLite, Settings
+from dlite_agent.drafters import checkpoint
 from dlite_agent.engine.draft_length import FixedLength
 from dlite_agent.errors import ConfigError, DLiteError, StoreUnavailableError, UnsupportedContentError
 from dlite_agent.runtime import close_all
@@ -28,7 +31,7 @@ from dlite_agent.sessions.embedded import EmbeddedServer
 from dlite_agent.sessions.keys import session_id
 from dlite_agent.sessions.saver import RedisSaver
 from dlite_agent.sessions.store import SessionStore
-from dlite_agent.testing import write_tiny_chat_model
+from dlite_agent.testing import random_dlite, write_tiny_chat_model
 
 
 def get_weather(city: str, days: int = 1) -> str:
@@ -98,6 +101,33 @@ def test_cache_read_counts_what_was_not_computed_again(model: ChatDLite) -> None
     details = again.usage_metadata.get("input_token_details", {})
     assert details.get("cache_read") == again.usage_metadata["input_tokens"] - stats(again)["prefilled"] > 0
     assert stats(again)["reused_ram"] == details.get("cache_read")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_session_in_sixteen_bits_is_resumed(
+    folder: str, settings: Settings, server: EmbeddedServer, dtype: str, tmp_path: Path
+) -> None:
+    store = SessionStore(server.client(), tenant=dtype)
+    halved = replace(settings, dtype=dtype)
+    target = ChatDLite(model=folder, settings=halved, drafter="null").runtime.target
+    checkpoint.save(random_dlite(target), tmp_path)
+    replies = []
+    for _ in range(2):
+        model = ChatDLite(model=folder, settings=halved, max_tokens=16, drafter=str(tmp_path), session_store=store)
+        replies.append(model.invoke("hello", session_id="halves"))
+        close_all()
+    assert model.runtime.target.dtype is getattr(torch, dtype)
+    assert replies[0].content == replies[1].content
+    assert stats(replies[0])["prefilled"] > 0
+    assert stats(replies[1])["reused_store"] > 0
+
+
+def test_exact_is_another_target(folder: str, settings: Settings) -> None:
+    usual = ChatDLite(model=folder, settings=settings)
+    exact = ChatDLite(model=folder, settings=replace(settings, exact=True))
+    targets = [model.runtime.target for model in (usual, exact)]
+    assert [target.is_exact for target in targets] == [False, True]
+    assert targets[0].fingerprint != targets[1].fingerprint
 
 
 @pytest.mark.parametrize("settings_of_drafting", [{"drafter": "lookup"}, {"drafter": "null"}, {"max_draft": 2}])

@@ -187,6 +187,11 @@ def test_a_workspace_that_is_not_there_is_not_made(capsys: pytest.CaptureFixture
     assert not (tmp_path / "typo").exists()
 
 
+def test_a_dtype_that_there_is_not_is_said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DLITE_DTYPE", "bf16")
+    assert "bfloat16" in fails(capsys, "doctor")
+
+
 @pytest.mark.parametrize("value", ["abc", "0", "100000"])
 def test_a_thread_count_that_cannot_work_is_said(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, value: str

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -167,6 +168,12 @@ def test_the_kind_of_a_pass_is_known_while_it_runs(exact: Target) -> None:
     finally:
         handle.remove()
     assert seen == [True, True, False, True, False]
+
+
+@pytest.mark.parametrize("options", [{"exact": True}, {"quantize": "int8"}], ids=str)
+def test_sixteen_bits_are_refused_where_rows_must_keep_their_bits(options: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedModelError, match="float32"):
+        tiny_target("llama", dtype=torch.bfloat16, **options)
 
 
 @pytest.mark.parametrize("family", RECURRENT_FAMILIES)

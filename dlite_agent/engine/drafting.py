@@ -162,12 +162,12 @@ def draft_draw(params: SamplingParams, *, position: int) -> Draw | None:
     seed = derived_seed(params.seed, "draft") if keeps else params.seed
 
     def draw(logits: torch.Tensor, k: int) -> tuple[int, torch.Tensor | None]:
-        best, ids = (logits.double() / params.temperature).topk(min(_DRAFT_TOP_K, logits.shape[-1]))
-        log_q = torch.log_softmax(best, dim=-1)
+        best, ids = (values.cpu() for values in logits.topk(min(_DRAFT_TOP_K, logits.shape[-1])))
+        log_q = torch.log_softmax(best.double() / params.temperature, dim=-1)  # not every device has float64
         choice = int(torch.argmax(log_q + gumbel_noise(ids, seed=seed, position=position + k)))
         if not keeps:
             return int(ids[choice]), None
-        q = torch.zeros(logits.shape, dtype=torch.float32, device=logits.device).scatter(0, ids, log_q.exp().float())
+        q = torch.zeros(logits.shape, dtype=torch.float32).scatter(0, ids, log_q.exp().float())
         return int(ids[choice]), q
 
     return draw

@@ -27,7 +27,7 @@ from dlite_agent.engine.linear import RowTable, calibrate
 from dlite_agent.engine.packed import PackedCache, Segment
 from dlite_agent.engine.recurrent import RECURRENT_LAYER_TYPES, RecurrentCache
 from dlite_agent.engine.rowwise import RowMode, separate_rows
-from dlite_agent.errors import ConfigError, CorruptModelError
+from dlite_agent.errors import ConfigError, CorruptModelError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -89,6 +89,11 @@ class Target:
         """
         self.is_exact = exact or quantize is not None
         refuse_inexact(model.config, is_rowwise=self.is_exact)
+        if self.is_exact and model.dtype != torch.float32:
+            raise UnsupportedModelError(
+                f"int8 weights and exact=True give a row the same bits everywhere in float32 only, not in {model.dtype}; "
+                "load it in float32, or without quantize and exact"
+            )
         attention.register()
         model.set_attn_implementation(_attention_name(is_exact=self.is_exact))
         self.model = model.eval().requires_grad_(False)
