@@ -77,7 +77,7 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
 
 
 def _quantize(arguments: argparse.Namespace) -> Literal["auto", "int8"] | None:
-    return None if arguments.quantize == "none" else arguments.quantize  # type: ignore[no-any-return]
+    return None if arguments.quantize == "none" else arguments.quantize
 
 
 def _pull(arguments: argparse.Namespace, settings: Settings, console: Console) -> int:

@@ -10,9 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlite_agent.drafters.hybrid import HybridDrafter
 from dlite_agent.drafters.lookup import LookupDrafter
-from dlite_agent.drafters.null import NullDrafter
 from dlite_agent.drafters.protocol import Drafter, DraftView, Proposal
 from dlite_agent.errors import ConfigError
 from dlite_agent.testing import ScriptedDrafter
@@ -80,33 +78,6 @@ def test_a_long_match_is_preferred_to_a_late_one_up_to_the_most_that_counts() ->
 def test_match_lengths_that_cannot_work_are_refused(min_match: int, max_match: int) -> None:
     with pytest.raises(ConfigError, match="min_match"):
         LookupDrafter(min_match=min_match, max_match=max_match)
-
-
-def test_a_hybrid_takes_what_promises_most_and_names_it() -> None:
-    script = ScriptedDrafter([40, 41, 42], start=3)
-    hybrid = HybridDrafter(NullDrafter(), LookupDrafter(), script)
-    proposal = proposed(hybrid, view_of([1, 2, 3], max_tokens=2))
-    assert (list(proposal.tokens), proposal.source) == ([40, 41], "scripted")
-    proposal = proposed(hybrid, view_of([1, 2] * 4))
-    assert (list(proposal.tokens), proposal.source) == ([1, 2], "lookup")
-    assert list(proposed(HybridDrafter(NullDrafter()), view_of([1])).tokens) == []
-
-
-def test_a_hybrid_weighs_length_against_confidence_for_each_text_alone() -> None:
-    class Sure:
-        name = "sure"
-
-        def propose(self, views: Sequence[DraftView]) -> list[Proposal]:
-            return [Proposal([1, 2], "sure", [0.9, 0.9]) for _ in views]
-
-    class Long:
-        name = "long"
-
-        def propose(self, views: Sequence[DraftView]) -> list[Proposal]:
-            return [Proposal([3] * 9, "long", [0.9 if len(view.ids) > 1 else 0.5] * 9) for view in views]
-
-    first, second = HybridDrafter(Sure(), Long()).propose([view_of([1]), view_of([1, 2])])
-    assert (first.source, second.source) == ("sure", "long")
 
 
 def test_a_longer_match_is_surer_and_so_is_each_token_behind_it() -> None:

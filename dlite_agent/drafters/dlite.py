@@ -350,23 +350,27 @@ class DLiteDrafter:
     @torch.inference_mode()
     def propose(self, views: Sequence[DraftView]) -> list[Proposal]:
         """Draft behind the anchors and what is drafted already; nothing where that fills the block or no pivot is."""
-        able = [i for i, view in enumerate(views) if self._is_able(view)]
+        able = [i for i, view in enumerate(views) if self.is_able(view)]
         proposals = [Proposal((), self.name) for _ in views]
         if able:
-            for i, proposal in zip(able, self._draft([views[i] for i in able]), strict=True):
+            drafting = [views[i] for i in able]
+            draws = Draws(drafting, self.model.written_ids, vocab_size=self.embedding.shape[0])
+            for i, proposal in zip(able, self.draft(drafting, draws), strict=True):
                 proposals[i] = proposal
         return proposals
 
-    def _is_able(self, view: DraftView) -> bool:
+    def is_able(self, view: DraftView) -> bool:
+        """Whether anything can be drafted there: with a pivot, and room in the block."""
         config = self.model.config
         has_room = view.max_tokens > 0 and len(view.drafted) < config.num_drafts
         return has_room and view.pivot is not None and len(view.ids) >= config.anchor_group_size
 
-    def _draft(self, views: Sequence[DraftView]) -> list[Proposal]:
+    @torch.inference_mode()
+    def draft(self, views: Sequence[DraftView], draws: Draws) -> list[Proposal]:
+        """Draft for views that can be drafted for; `draws` chooses the tokens."""
         group = self.model.config.anchor_group_size
         pivot = torch.stack([view.pivot for view in views if view.pivot is not None])
         anchors = torch.tensor([view.ids[-group:].tolist() for view in views], device=pivot.device)
-        draws = Draws(views, self.model.written_ids, vocab_size=self.embedding.shape[0])
         roll = self.model.roll(
             pivot.to(self.model.norm.weight.dtype),
             anchors,

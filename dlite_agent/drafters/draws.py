@@ -36,17 +36,24 @@ class Draws:
             if k < len(view.drafted):
                 tokens[i] = view.drafted[k]
             elif view.draw is not None:
-                tokens[i], distribution = view.draw(self._over_all_tokens(logits[i]), k - len(view.drafted))
-                if distribution is not None:
-                    self.distributions[i].append(distribution)
+                tokens[i] = self._draw(i, k, self._over_all_tokens(logits[i]))
         return tokens
 
-    def _over_all_tokens(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return `[vocab]`: minus infinity where the drafter cannot write."""
+    def _draw(self, i: int, k: int, logits: torch.Tensor) -> int:
+        """Draw the i-th view's token from `logits [vocab]` in its way; keep what it was drawn from if it says so."""
+        view = self._views[i]
+        assert view.draw is not None
+        token, distribution = view.draw(logits, k - len(view.drafted))
+        if distribution is not None:
+            self.distributions[i].append(distribution)
+        return token
+
+    def _over_all_tokens(self, values: torch.Tensor, *, missing: float = -torch.inf) -> torch.Tensor:
+        """Return `[vocab]` of `values [V_d]`, and `missing` where the drafter cannot write."""
         if self._draft_to_target is None:
-            return logits
-        every = logits.new_full((self._vocab_size,), -torch.inf)
-        return every.index_copy_(0, self._draft_to_target.long(), logits)
+            return values
+        every = values.new_full((self._vocab_size,), missing)
+        return every.index_copy_(0, self._draft_to_target.long(), values)
 
 
 def likeliest(logits: torch.Tensor, draft_to_target: torch.Tensor | None) -> torch.Tensor:

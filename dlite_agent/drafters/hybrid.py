@@ -1,40 +1,97 @@
-"""Several drafters at once: each text gets the proposal that promises most."""
+"""DLite that may copy: each drafted token is DLite's own, or the one that followed the same words before.
+
+Both are mixed as a language model is with a cache (Grave et al., arXiv 1612.04426): with p DLite's distribution and w
+the chance that the copy is right,
+
+    p'(t) = (1 - w) p(t) + w [t is the copy]
+
+and the draft goes on behind whichever token was chosen, DLite's head as well as the search for the next copy. So the
+words of a tool call may come from the session and the glue between them from DLite, within one draft.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import accumulate
-from operator import mul
+from collections.abc import Sequence
+from dataclasses import replace
 
-from dlite_agent.drafters.protocol import Drafter, DraftView, Proposal
+import numpy as np
+import torch
+
+from dlite_agent.drafters.dlite import DLiteDrafter
+from dlite_agent.drafters.draws import Draws
+from dlite_agent.drafters.lookup import LookupDrafter, chance
+from dlite_agent.drafters.protocol import DraftView, Proposal
 
 
 class HybridDrafter:
-    """Takes, for each text, the proposal of which most tokens are expected to be accepted.
-
-    A proposal without confidence is taken at its length. Statistics carry the name of the drafter that made it.
-    """
+    """Mixes DLite with prompt lookup, token by token; where DLite ends, or cannot draft, lookup goes on alone."""
 
     name = "hybrid"
 
-    def __init__(self, *drafters: Drafter) -> None:
-        self.drafters = drafters
+    def __init__(self, lookup: LookupDrafter, dlite: DLiteDrafter) -> None:
+        self.lookup = lookup
+        self.dlite = dlite
 
     def propose(self, views: Sequence[DraftView]) -> list[Proposal]:
-        """Return the best proposal for each view; of equal ones the first drafter's."""
-        proposals = zip(*(drafter.propose(views) for drafter in self.drafters), strict=True)
-        return [max(candidates, key=expected_accepted) for candidates in proposals]
+        """Return one proposal for each view; each token carries the name of the drafter that promised more."""
+        proposals = [Proposal((), self.name) for _ in views]
+        if able := [i for i, view in enumerate(views) if self.dlite.is_able(view)]:
+            mixing = [views[i] for i in able]
+            draws = _MixedDraws(mixing, self.dlite, self.lookup)
+            for i, proposal, choices in zip(able, self.dlite.draft(mixing, draws), draws.choices, strict=True):
+                chosen = choices[: len(proposal.tokens)]
+                proposals[i] = replace(
+                    proposal, confidence=[sure for sure, _ in chosen], sources=[source for _, source in chosen]
+                )
+        return [self._continued(view, proposal) for view, proposal in zip(views, proposals, strict=True)]
+
+    def _continued(self, view: DraftView, proposal: Proposal) -> Proposal:
+        """Let lookup go on behind a proposal; not behind kept distributions, where chance must not decide a length."""
+        room = view.max_tokens - len(proposal.tokens)
+        if room <= 0 or proposal.distributions:
+            return proposal
+        behind = replace(view, drafted=[*view.drafted, *proposal.tokens], max_tokens=room)
+        (copied,) = self.lookup.propose([behind])
+        return Proposal(
+            [*proposal.tokens, *copied.tokens],
+            self.name,
+            [*proposal.confidence, *copied.confidence],
+            sources=[*proposal.sources, *[copied.source] * len(copied.tokens)],
+        )
 
 
-def expected_accepted(proposal: Proposal) -> float:
-    """Return how many tokens of a proposal its own confidence expects to be accepted.
+class _MixedDraws(Draws):
+    """Chooses from the mixture.
 
-    Of sampled tokens only the first one's distribution counts: the choice must not depend on what was drawn.
+    Attributes:
+        choices: For each view, of each token not forced: its probability in the mixture, and who promised more.
     """
-    if proposal.distributions:
-        sure = float(proposal.distributions[0].max())
-        return sum(sure ** (k + 1) for k in range(len(proposal.tokens)))
-    if not proposal.confidence:
-        return float(len(proposal.tokens))
-    chances: Iterator[float] = accumulate(proposal.confidence, mul)
-    return sum(chances)
+
+    def __init__(self, views: Sequence[DraftView], dlite: DLiteDrafter, lookup: LookupDrafter) -> None:
+        super().__init__(views, dlite.model.written_ids, vocab_size=dlite.embedding.shape[0])
+        self._dlite, self._lookup = dlite, lookup
+        room = dlite.model.config.num_drafts
+        self._texts = [np.concatenate([view.ids, np.zeros(room, dtype=np.int32)]) for view in views]
+        self.choices: list[list[tuple[float, str]]] = [[] for _ in views]
+
+    def choose(self, k: int, logits: torch.Tensor) -> torch.Tensor:
+        """Return tokens `[B]` for the k-th position of the block from DLite's `logits [B, V_d]`."""
+        p = torch.softmax(logits.float(), dim=-1)
+        tokens = [self._choose(i, k, p[i]) for i in range(len(self._views))]
+        return torch.tensor(tokens, device=logits.device)
+
+    def _choose(self, i: int, k: int, p: torch.Tensor) -> int:
+        view, text, length = self._views[i], self._texts[i], len(self._views[i].ids) + k
+        if k < len(view.drafted):
+            text[length] = view.drafted[k]
+            return view.drafted[k]
+        copied, num_agreeing = self._lookup.copy_behind(text[:length])
+        w = chance(num_agreeing)
+        mixed = self._over_all_tokens(p * (1 - w), missing=0.0)
+        mixed[copied] += w
+        token = int(mixed.argmax()) if view.draw is None else self._draw(i, k, mixed.log())
+        sure = float(mixed[token].clamp(max=1.0))
+        is_copied = token == copied and w > sure / 2
+        self.choices[i].append((sure, self._lookup.name if is_copied else self._dlite.name))
+        text[length] = token
+        return token

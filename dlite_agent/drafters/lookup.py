@@ -14,6 +14,15 @@ from dlite_agent.drafters.protocol import DraftView, Proposal
 from dlite_agent.errors import ConfigError
 
 
+def chance(num_agreeing: int) -> float:
+    """Return how likely what followed the same `num_agreeing` tokens before follows them again.
+
+    Fitted to greedy answers of a small model in agent sessions: 0.2 behind one token, 0.6 behind three, 0.9 behind
+    eight.
+    """
+    return 1 - 1 / (1 + float(num_agreeing) ** 1.7 / 4)
+
+
 class LookupDrafter:
     """Continues the longest earlier match of the text's last tokens; of equally long ones the latest."""
 
@@ -42,7 +51,12 @@ class LookupDrafter:
         if length < self.min_match:
             return Proposal((), self.name)
         tokens = ids[end : end + view.max_tokens].tolist()
-        return Proposal(tokens, self.name, [1 - 1 / (length + k) for k in range(len(tokens))])
+        return Proposal(tokens, self.name, [chance(length + k) for k in range(len(tokens))])
+
+    def copy_behind(self, ids: npt.NDArray[np.int32]) -> tuple[int, int]:
+        """Return the token that followed the longest match, and the match's length; length 0 if there is none."""
+        end, length = self._longest_match(ids)
+        return int(ids[end]), length if length >= self.min_match else 0
 
     def _longest_match(self, ids: npt.NDArray[np.int32]) -> tuple[int, int]:
         """Return the index behind the best earlier match of the last tokens, and its length."""

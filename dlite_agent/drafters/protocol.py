@@ -51,12 +51,14 @@ class Proposal:
         confidence: For each token, how likely it is to be accepted if those before it are; empty if unknown.
         distributions: For each token, the `q [vocab]` it was sampled from; empty if the tokens were not sampled. Never
             the softmax behind an argmax.
+        sources: For each token, the name of what drafted it; empty if that is `source`.
     """
 
     tokens: Sequence[int]
     source: str
     confidence: Sequence[float] = ()
     distributions: Sequence[torch.Tensor] = ()
+    sources: Sequence[str] = ()
 
 
 class Drafter(Protocol):

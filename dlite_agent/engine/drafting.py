@@ -74,12 +74,13 @@ class Draft:
         """
         confidence = proposal.confidence or [UNKNOWN_CONFIDENCE] * len(proposal.tokens)
         distributions: Sequence[torch.Tensor | None] = proposal.distributions or [None] * len(proposal.tokens)
-        for token, sure, distribution in zip(proposal.tokens, confidence, distributions, strict=True):
+        sources = proposal.sources or [proposal.source] * len(proposal.tokens)
+        for token, sure, distribution, source in zip(proposal.tokens, confidence, distributions, sources, strict=True):
             is_allowed = self.constraint is None or self.constraint.allows(token)
             if self.room_left < 1 or (not is_allowed and distribution is None):
                 return
             self.tokens.append(token)
-            self.sources.append(proposal.source)
+            self.sources.append(source)
             self.confidence.append(sure if distribution is None else float(distribution.max()))
             self.distributions.append(distribution)
             self._is_closed = not is_allowed or token in self.end_ids
@@ -137,6 +138,8 @@ def _fault(proposal: Proposal, view: DraftView, vocab_size: int) -> str | None:
         return f"{len(tokens)} tokens; expected at most {view.max_tokens}"
     if bad := [token for token in tokens if type(token) is not int or not 0 <= token < vocab_size]:
         return f"token {bad[0]!r}; expected ids 0..{vocab_size - 1}"
+    if proposal.sources and [type(source) for source in proposal.sources] != [str] * len(tokens):
+        return f"sources {proposal.sources!r}; expected a name for each of {len(tokens)} tokens"
     if proposal.confidence:
         if len(proposal.confidence) != len(tokens):
             return f"{len(proposal.confidence)} confidences for {len(tokens)} tokens"

@@ -91,7 +91,7 @@ class Target:
         refuse_inexact(model.config, is_rowwise=self.is_exact)
         if self.is_exact and model.dtype != torch.float32:
             raise UnsupportedModelError(
-                f"int8 weights and exact=True give a row the same bits everywhere in float32 only, not in {model.dtype}; "
+                f"int8 weights and exact=True give a row the same bits everywhere in float32, not in {model.dtype}; "
                 "load it in float32, or without quantize and exact"
             )
         attention.register()

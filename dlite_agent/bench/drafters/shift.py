@@ -19,8 +19,9 @@ SHIFT = 100_000
 
 def dlite_of(drafter: Drafter) -> DLiteDrafter | None:
     """Return the DLite drafter that a drafter is or holds, if any."""
-    parts = drafter.drafters if isinstance(drafter, HybridDrafter) else (drafter,)
-    return next((part for part in parts if isinstance(part, DLiteDrafter)), None)
+    if isinstance(drafter, HybridDrafter):
+        return drafter.dlite
+    return drafter if isinstance(drafter, DLiteDrafter) else None
 
 
 def largest_change(drafter: DLiteDrafter, side: OurSide, ids: Sequence[int], *, max_tokens: int) -> float:
