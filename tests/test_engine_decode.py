@@ -460,11 +460,11 @@ def test_a_sampled_draft_of_the_targets_own_distribution_is_mostly_accepted(llam
         assert text_of(steps) == text_of(plain)
 
 
-@pytest.mark.parametrize("prompt", [[1, 160], [1, -2, 3]])
+@pytest.mark.parametrize("prompt", [[1, 160], [1, -2, 3], [1, 2**40]])
 def test_a_prompt_with_ids_that_do_not_exist_is_refused_and_touches_nothing(llama: Target, prompt: list[int]) -> None:
     state = new_state(llama)
     list(decode(llama, state, NullDrafter(), Request([1, 2, 3], max_new_tokens=2)))
     before = state.ids.tolist()
-    with pytest.raises(ConfigError, match=r"token id (160|-2); expected ids 0\.\.159"):
+    with pytest.raises(ConfigError, match=r"token id (160|-2|1099511627776); expected ids 0\.\.159"):
         list(decode(llama, state, NullDrafter(), Request(prompt)))
     assert state.ids.tolist() == before

@@ -237,10 +237,12 @@ def entry(**changes: object) -> str:
         entry(by_rows=[1] * MAX_ROWS),
         entry(by_rows=["0"] * MAX_ROWS),
         entry(ways=[WAY | {"num_rows": 0}]),
+        entry(ways=[WAY | {"num_rows": 10**12}]),
         entry(ways=[WAY | {"num_rows": "16"}]),
         entry(ways=[WAY | {"num_rows": 16.0}]),
         entry(ways=[WAY | {"num_threads": -1}]),
         entry(ways=[WAY | {"num_threads": None}]),
+        entry(ways=[WAY | {"num_threads": 10**9}]),
         entry(ways=[WAY | {"method": "sideways"}]),
         entry(ways=[WAY | {"method": ["rows"]}]),
         entry(ways=[WAY | {"more": 1}]),
@@ -258,6 +260,25 @@ def test_a_damaged_table_is_measured_again(tmp_path: Path, content: str) -> None
     stored = json.loads(path.read_text())
     assert {tuple(kept["shape"]) for kept in stored} == SHAPES
     assert [kept.name for kept in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("in the way")
+    assert set(calibrate(small_model(), folder=tmp_path / "file" / "calibration")) == SHAPES
+    assert "measured at every load" in caplog.text
+
+
+def test_a_full_disk_leaves_nothing_half_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fill_up(path: Path, text: str) -> int:
+        path.touch()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", fill_up)
+    calibrate(small_model(), folder=tmp_path)
+    assert not list(tmp_path.iterdir())
+    assert "No space left" in caplog.text
 
 
 def test_an_undamaged_table_is_not_measured_again(tmp_path: Path) -> None:

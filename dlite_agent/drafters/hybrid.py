@@ -46,7 +46,10 @@ class HybridDrafter:
         return [self._continued(view, proposal) for view, proposal in zip(views, proposals, strict=True)]
 
     def _continued(self, view: DraftView, proposal: Proposal) -> Proposal:
-        """Let lookup go on behind a proposal; not behind kept distributions, where chance must not decide a length."""
+        """Let lookup go on behind a proposal; not behind sampled tokens whose distributions count (rejection).
+
+        What was drawn must not decide how long such a draft is, and lookup ends where it finds no match.
+        """
         room = view.max_tokens - len(proposal.tokens)
         if room <= 0 or proposal.distributions:
             return proposal

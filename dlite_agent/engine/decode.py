@@ -61,10 +61,9 @@ class Decoding:
             ConfigError: If the prompt holds ids that are not in the vocabulary; nothing was computed.
         """
         room = _room(target, request.prompt_ids)
+        if wrong := [token for token in request.prompt_ids if not 0 <= token < target.vocab_size]:
+            raise ConfigError(f"the prompt holds token id {wrong[0]}; expected ids 0..{target.vocab_size - 1}")
         prompt = np.asarray(request.prompt_ids, dtype=np.int32)
-        if prompt.min() < 0 or prompt.max() >= target.vocab_size:
-            wrong = prompt[(prompt < 0) | (prompt >= target.vocab_size)][0]
-            raise ConfigError(f"the prompt holds token id {wrong}; expected ids 0..{target.vocab_size - 1}")
         _show_again(state, drafter)
         num_reused = state.begin(prompt)
         self._set_up(target, state, drafter, request, num_reused=num_reused, budget=room)
@@ -116,7 +115,7 @@ class Decoding:
         """True once no further pass is needed or wanted."""
         with _blaming(self):
             return self.error is not None or self._has_ended or self._budget < 1 or self.request.is_cancelled()
-        return True
+        return True  # asking whether it is cancelled was an error
 
     @property
     def num_pending(self) -> int:

@@ -13,9 +13,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import cycle, islice
 from pathlib import Path
@@ -27,6 +30,8 @@ from torch.nn import functional
 from dlite_agent.engine.rowwise import RowMode
 from dlite_agent.errors import UnsupportedModelError
 
+logger = logging.getLogger(__name__)
+
 MAX_ROWS = 64
 ROW_COUNTS = (1, 2, 4, 8, 16, 32, 64)
 _REPEATS = 7
@@ -36,6 +41,7 @@ _NEAR = 1.5  # times the best known: measured again, when whatever disturbed the
 _WORTH_IT = 0.75  # another number of threads must take less than this of the time
 _CACHE_BYTES = 64 << 20  # reading so much leaves nothing of a weight in the processor's caches
 _FORMAT = 3
+_MAX_THREADS = 1024
 _ALIGNMENT = 64  # bytes; kernels may sum in another order where memory begins elsewhere
 _TYPICAL_ROWS = (1, 2, 4, 8)  # an exact table serves these best
 
@@ -79,8 +85,8 @@ class Way:
     def __post_init__(self) -> None:
         if self.method not in METHODS or type(self.num_rows) is not int or type(self.num_threads) is not int:
             raise ValueError(f"{self}; expected a method of {list(METHODS)}, whole rows and threads")
-        if self.num_rows < 1 or self.num_threads < 0:
-            raise ValueError(f"{self}; expected at least 1 row and no negative number of threads")
+        if not 1 <= self.num_rows <= MAX_ROWS or not 0 <= self.num_threads <= _MAX_THREADS:
+            raise ValueError(f"{self}; expected 1..{MAX_ROWS} rows and 0..{_MAX_THREADS} threads")
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Multiply `x [n, in]` by `weight [out, in]` transposed."""
@@ -353,11 +359,19 @@ def _load(path: Path) -> dict[tuple[int, int], RowTable]:
 
 
 def write_calibration(path: Path, text: str) -> None:
-    """Write a file whole or not at all, whoever else writes it at the same time; its folder is made if need be."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{time.monotonic_ns()}.partial")
-    partial.write_text(text)
-    partial.replace(path)
+    """Write a file whole or not at all, whoever else writes it at the same time; its folder is made if need be.
+
+    What cannot be written is found out again at the next load; a warning says so.
+    """
+    partial = path.with_suffix(f".{os.getpid()}-{time.monotonic_ns()}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(text)
+        partial.replace(path)
+    except OSError as error:
+        logger.warning("%s cannot be kept (%s); it is measured at every load until it can", path, error)
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
 
 
 def _store(path: Path, tables: dict[tuple[int, int], RowTable]) -> None:

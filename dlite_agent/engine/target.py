@@ -23,7 +23,7 @@ from dlite_agent.drafters.pivot import pivot_layer_ids
 from dlite_agent.engine import attention, int8
 from dlite_agent.engine.cache import SlabCache
 from dlite_agent.engine.families import refuse_inexact
-from dlite_agent.engine.linear import RowTable, calibrate
+from dlite_agent.engine.linear import RowTable, calibrate, write_calibration
 from dlite_agent.engine.packed import PackedCache, Segment
 from dlite_agent.engine.recurrent import RECURRENT_LAYER_TYPES, RecurrentCache
 from dlite_agent.engine.rowwise import RowMode, separate_rows
@@ -359,6 +359,5 @@ def _weights_digest(path: Path, digests_dir: Path | None) -> str:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=32)).hexdigest()
     if remembered is not None:
-        remembered.parent.mkdir(parents=True, exist_ok=True)
-        remembered.write_text(digest)
+        write_calibration(remembered, digest)
     return digest
