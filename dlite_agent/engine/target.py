@@ -23,6 +23,7 @@ from dlite_agent.drafters.pivot import pivot_layer_ids
 from dlite_agent.engine import attention, int8
 from dlite_agent.engine.cache import SlabCache
 from dlite_agent.engine.families import refuse_inexact
+from dlite_agent.engine.lean import make_lean
 from dlite_agent.engine.linear import RowTable, calibrate, write_calibration
 from dlite_agent.engine.packed import PackedCache, Segment
 from dlite_agent.engine.recurrent import RECURRENT_LAYER_TYPES, RecurrentCache
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 Quantization = Literal["int8"]
 _DEFAULT_NUM_FEATURES = 5
-_LAYOUT = 1
+_LAYOUT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +108,6 @@ class Target:
         self.device: torch.device = model.device
         self.layer_ids: tuple[int, ...] = ()
         self._taps: list[_Tap] = []
-        self.tap(pivot_layer_ids(self.num_layers, min(_DEFAULT_NUM_FEATURES, self.num_layers)))
         if quantize == "int8":
             int8.quantize(model)
         mode = None
@@ -116,6 +116,8 @@ class Target:
             mode.watch(model)
             separate_rows(model, mode)
         self.row_tables: dict[tuple[int, int], RowTable] = calibrate(model, folder=cache_dir, mode=mode)
+        make_lean(model)
+        self.tap(pivot_layer_ids(self.num_layers, min(_DEFAULT_NUM_FEATURES, self.num_layers)))
 
     @classmethod
     def load(
