@@ -30,6 +30,13 @@ def _default_threads() -> int:
     return int(text)
 
 
+def _default_exact() -> bool:
+    text = os.environ.get("DLITE_EXACT") or "0"
+    if text not in ("0", "1"):
+        raise ConfigError(f"DLITE_EXACT is {text!r}; expected 1 or 0, or leave it unset")
+    return text == "1"
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """Process-wide settings; each default lives here once.
@@ -50,7 +57,7 @@ class Settings:
     threads: int = field(default_factory=_default_threads)
     device: str = field(default_factory=lambda: os.environ.get("DLITE_DEVICE") or "cpu")
     dtype: str = field(default_factory=lambda: os.environ.get("DLITE_DTYPE") or "float32")
-    exact: bool = field(default_factory=lambda: os.environ.get("DLITE_EXACT") == "1")
+    exact: bool = field(default_factory=_default_exact)
     offline: bool = field(
         default_factory=lambda: "1" in (os.environ.get("DLITE_OFFLINE"), os.environ.get("HF_HUB_OFFLINE"))
     )
@@ -58,6 +65,8 @@ class Settings:
     def __post_init__(self) -> None:
         if not 1 <= self.threads <= _MAX_THREADS:
             raise ConfigError(f"threads is {self.threads}; expected 1 to {_MAX_THREADS}")
+        if not isinstance(self.exact, bool):
+            raise ConfigError(f"exact is {self.exact!r}; expected True or False")
         if self.dtype not in _DTYPES:
             raise ConfigError(f"dtype is {self.dtype!r}; expected one of {', '.join(_DTYPES)}")
 

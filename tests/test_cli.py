@@ -187,6 +187,14 @@ def test_a_workspace_that_is_not_there_is_not_made(capsys: pytest.CaptureFixture
     assert not (tmp_path / "typo").exists()
 
 
+@pytest.mark.parametrize("value", ["true", "yes", " 1"])
+def test_a_wish_for_exactness_that_is_not_understood_is_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv("DLITE_EXACT", value)
+    assert "DLITE_EXACT" in fails(capsys, "doctor")
+
+
 def test_a_dtype_that_there_is_not_is_said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DLITE_DTYPE", "bf16")
     assert "bfloat16" in fails(capsys, "doctor")

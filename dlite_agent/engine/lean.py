@@ -2,7 +2,8 @@
 
 A decode step of a small model spends a third of its time between the products: calls of modules inside modules, norms
 and rotations in many small operations. Families whose layers are norm, attention, norm, MLP get layers of one module
-here. Parameters stay where they were, under their names.
+here. Parameters stay where they were, under their names. Such a model serves the engine: one row of tokens and a cache.
+Forward hooks on its layers and linears are called, those on attentions, MLPs and the layers' norms are not.
 """
 
 from __future__ import annotations
@@ -53,8 +54,7 @@ class LeanLayer(nn.Module):
         self._rotation = rotation
         self._head_dim: int = layer.self_attn.head_dim
         self._scaling: float = layer.self_attn.scaling
-        whole_model = getattr(layer.self_attn.config, "sliding_window", None)  # all of Mistral's layers slide
-        self._window: int | None = getattr(layer.self_attn, "sliding_window", whole_model)
+        self._window = _window_of(layer.self_attn)
         self._has_head_norms = hasattr(layer.self_attn, "q_norm")
 
     def forward(
@@ -88,6 +88,13 @@ class LeanLayer(nn.Module):
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
         """Return `[1, heads, n, head_dim]` of `[1, n, heads * head_dim]`."""
         return x.view(1, x.shape[1], -1, self._head_dim).transpose(1, 2)
+
+
+def _window_of(attention: Any) -> int | None:
+    """Return the window that transformers' own attention takes; a key of the configuration alone means nothing."""
+    if attention.config.model_type == "mistral":
+        return getattr(attention.config, "sliding_window", None)
+    return getattr(attention, "sliding_window", None)
 
 
 def _normed(x: torch.Tensor, norm: Any) -> torch.Tensor:
