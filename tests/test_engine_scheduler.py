@@ -168,13 +168,15 @@ def test_a_long_prompt_holds_the_others_up_by_one_chunk(
     target = tiny_target(max_position_embeddings=4096)
     passes, scheduler = Passes(target, monkeypatch), make(target)
     short, long = new_state(target), new_state(target)
-    steps = scheduler.decode(short, NullDrafter(), Request(prompt_of(8), max_new_tokens=400))
+    steps = scheduler.decode(short, NullDrafter(), Request(prompt_of(8), max_new_tokens=4000))
     next(steps)
     with ThreadPoolExecutor(2) as pool:
         request = Request(prompt_of(6 * PREFILL_CHUNK), max_new_tokens=2)
         finished = pool.submit(lambda: list(scheduler.decode(long, NullDrafter(), request)))
-        list(steps)
+        while not finished.done():  # the short text must outlast the long prompt, however slowly that is begun
+            next(steps)
         finished.result(PATIENCE)
+        steps.close()
     chunks = [index for index, rows in enumerate(passes.rows) if rows.get(id(long.cache), 0) > ROWWISE_MAX_ROWS]
     assert len(chunks) == 6
     assert all(len(passes.rows[index]) == 1 for index in chunks)
