@@ -412,12 +412,9 @@ def calibrate(
         return {}
     path = None if folder is None else table_path(folder, found[0][2].weight.dtype, exact=mode is not None)
     tables = {} if path is None else _load(path)
-    same: dict[tuple[int, int], list[torch.Tensor]] = {}
+    by_shape: dict[tuple[int, int], list[torch.Tensor]] = {}
     for _, _, linear in found:
-        same.setdefault((linear.out_features, linear.in_features), []).append(linear.weight)
-    num_bytes = sum(linear.weight.nbytes for _, _, linear in found)
-    between = torch.ones(min(num_bytes, _CACHE_BYTES) // 4)
-    by_shape = {shape: Weights(weights, between) for shape, weights in same.items()}
+        by_shape.setdefault((linear.out_features, linear.in_features), []).append(linear.weight)
     with torch.inference_mode():
         missing = _measure_missing(by_shape, tables, exact=mode is not None)
     tables |= missing
@@ -430,10 +427,13 @@ def calibrate(
 
 
 def _measure_missing(
-    by_shape: dict[tuple[int, int], Weights], tables: dict[tuple[int, int], RowTable], *, exact: bool
+    by_shape: dict[tuple[int, int], list[torch.Tensor]], tables: dict[tuple[int, int], RowTable], *, exact: bool
 ) -> dict[tuple[int, int], RowTable]:
     """Measure what has no table, or one that is not exact here."""
-    if not exact:
-        return {shape: measure(weights) for shape, weights in by_shape.items() if shape not in tables}
-    unproven = {s: w for s, w in by_shape.items() if s not in tables or not is_exact(tables[s], w.same)}
-    return {shape: measure_exact(weights) for shape, weights in unproven.items()}
+    missing = {s: w for s, w in by_shape.items() if s not in tables or (exact and not is_exact(tables[s], w))}
+    if not missing:
+        return {}  # as at every load but the first
+    num_bytes = sum(weight.nbytes for weights in by_shape.values() for weight in weights)
+    between = torch.ones(min(num_bytes, _CACHE_BYTES) // 4)
+    measure_one = measure_exact if exact else measure
+    return {shape: measure_one(Weights(weights, between)) for shape, weights in missing.items()}
