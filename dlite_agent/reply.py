@@ -109,7 +109,6 @@ class _Tally:
     target_seconds: float = 0.0
 
     def add(self, step: Step) -> None:
-        self.num_generated += len(step.tokens)
         if step.num_prefilled:
             self.num_reused, self.num_prefilled = step.num_reused, step.num_prefilled
             self.prefill_seconds = step.target_seconds
@@ -180,8 +179,12 @@ class _Reply:
         stops = StopFilter(self._options.stops)
         raw = ""
         with closing(self._pieces(prompt, job)) as pieces:
-            for text in pieces:
-                passed = stops.feed(text)
+            for texts in pieces:
+                passed = ""
+                for text in texts:
+                    passed += stops.feed(text)
+                    if stops.is_stopped:
+                        break
                 raw += passed
                 self._logprobs += self._trail.take(len(raw))
                 thought, answer = thinking.feed(passed)
@@ -246,8 +249,8 @@ class _Reply:
         )
         return choice_params(params, self._call.choice)
 
-    def _pieces(self, prompt: list[int], job: Job[Any]) -> Generator[str]:
-        """Decode; yield the text of each step, possibly empty."""
+    def _pieces(self, prompt: list[int], job: Job[Any]) -> Generator[Iterator[str]]:
+        """Decode; yield the texts of each step's tokens. A token counts as generated once its text is asked for."""
         from dlite_agent.engine.request import Request
         from dlite_agent.prompting.encoding import Detokenizer
 
@@ -266,14 +269,15 @@ class _Reply:
         with closing(runtime.scheduler.decode(self._live.state, runtime.drafter, request)) as steps:
             for step in steps:
                 self._tally.add(step)
-                yield "".join(self._texts(step, detokenizer))
+                yield self._texts(step, detokenizer)
         rest = detokenizer.flush()
         self._trail.close(rest)
-        yield rest
+        yield iter((rest,))
 
     def _texts(self, step: Step, detokenizer: Detokenizer) -> Iterator[str]:
         token_bytes = self._runtime.encoder.token_bytes
         for index, token in enumerate(step.tokens):
+            self._tally.num_generated += 1
             if token not in self._runtime.end_ids:
                 text = detokenizer.push(token)
                 self._trail.add(text, openai_entry(step.logprobs[index], token_bytes) if step.logprobs else None)

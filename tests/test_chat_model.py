@@ -212,6 +212,20 @@ def test_a_stop_string_inside_an_accepted_draft_is_never_shown(
         assert not any(stop in "".join(chunks[:n]) for n in range(len(chunks)))
 
 
+def test_tokens_behind_a_stop_string_are_not_counted_whoever_drafted_them(
+    model: ChatDLite, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model.runtime.scheduler, "_planner", FixedLength())
+    options: dict[str, Any] = {"max_tokens": 80, "logit_bias": {64: 3.0}}
+    whole = str(model.invoke("hello", **options).content)
+    for start in range(0, len(whole) - 4, 3):
+        stop = whole[start : start + 4]
+        drafted = model.invoke("hello", stop=[stop], **options)
+        plain = model.invoke("hello", stop=[stop], max_draft=0, **options)
+        assert drafted.usage_metadata == plain.usage_metadata
+        assert stats(drafted)["generated"] == stats(plain)["generated"]
+
+
 def test_sampling_options_reach_the_engine(model: ChatDLite) -> None:
     plain = model.invoke("hello").content
     assert model.invoke("hello", logit_bias={71: 1e4}, max_tokens=3).content == "hhh"
