@@ -23,18 +23,29 @@ NAME = "dlite_causal_tail"
 ROWWISE_NAME = "dlite_causal_tail_rowwise"
 ROWWISE_MAX_ROWS = 32  # more rows than that are a prefill, which plain and speculative decoding share
 
-_GROUPED_MAX_ROWS = 32  # up to here one batched product per KV head beats a kernel that repeats the heads
+_GROUPED_MAX_ROWS = 32  # up to here the queries of one KV head stand side by side, so that each key is read once
+_MAX_MASKS = 16  # of one pass over several sessions
 
 
-@lru_cache(maxsize=4)
-def _hidden_keys(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """Return a bool tensor `[num_queries, num_keys]`, True where a key must not be seen."""
+@lru_cache(maxsize=1)
+def _visible_keys(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """Return a bool tensor `[num_queries, num_keys]`, True where a key may be seen."""
     last_visible = torch.arange(num_keys - num_queries, num_keys, device=device).unsqueeze(1)
     keys = torch.arange(num_keys, device=device)
-    hidden = keys > last_visible
+    visible = keys <= last_visible
     if window is not None:
-        hidden |= keys <= last_visible - window
-    return hidden
+        visible &= keys > last_visible - window
+    return visible
+
+
+@lru_cache(maxsize=_MAX_MASKS)
+def _grouped_mask(
+    num_heads: int, num_queries: int, num_keys: int, window: int | None, device: torch.device, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return what is added to the scores of one KV head, `[num_heads * num_queries, num_keys]`."""
+    visible = _visible_keys(num_queries, num_keys, window, device)
+    mask = torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(~visible, -torch.inf)
+    return mask.repeat(num_heads, 1)
 
 
 def causal_tail_attention(
@@ -64,7 +75,7 @@ def causal_tail_attention(
             sliding_window = None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if num_queries > _GROUPED_MAX_ROWS:
-        visible = ~_hidden_keys(num_queries, key.shape[2], sliding_window, query.device)
+        visible = _visible_keys(num_queries, key.shape[2], sliding_window, query.device)
         out = nn.functional.scaled_dot_product_attention(
             query, key, value, attn_mask=visible, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
         )
@@ -75,19 +86,16 @@ def causal_tail_attention(
 def _grouped(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sliding_window: int | None, scale: float
 ) -> torch.Tensor:
-    """Attend with the queries of one KV head side by side, so that each key is read once."""
+    """Attend with the queries of one KV head as rows of one head; shapes as above, returns the queries' shape."""
     batch, heads, num_queries, head_dim = query.shape
     kv_heads, num_keys = key.shape[1:3]
-    queries = (query * scale).reshape(batch * kv_heads, heads // kv_heads * num_queries, head_dim)
-    scores = torch.bmm(queries, key.flatten(0, 1).transpose(1, 2))
-    if num_queries > 1 or sliding_window is not None:
-        # Without a window only the new keys can lie ahead of a query.
-        num_seen = num_keys if sliding_window is not None else num_queries
-        hidden = _hidden_keys(num_queries, num_seen, sliding_window, query.device)
-        by_query = scores.view(batch * heads, num_queries, num_keys)
-        by_query[:, :, num_keys - num_seen :].masked_fill_(hidden, -torch.inf)
-    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
-    return torch.bmm(weights, value.flatten(0, 1)).view(batch, heads, num_queries, head_dim)
+    group = heads // kv_heads
+    mask = None
+    if num_queries > 1:
+        mask = _grouped_mask(group, num_queries, num_keys, sliding_window, query.device, query.dtype)
+    rows = query.reshape(batch, kv_heads, group * num_queries, head_dim)
+    out = nn.functional.scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scale)
+    return out.reshape(query.shape)
 
 
 def rowwise_attention(
@@ -112,17 +120,12 @@ def rowwise_attention(
     num_queries, num_keys = query.shape[2], key.shape[2]
     if num_queries > ROWWISE_MAX_ROWS:
         return causal_tail_attention(module, query, key, value, None, **options)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    queries = (query[0] * scale).transpose(0, 1).reshape(num_queries, key.shape[1], -1, query.shape[-1])
-    keys, values = key[0].transpose(1, 2), value[0]
-    mixed = torch.empty_like(queries)
+    rows = []
     for row in range(num_queries):
         stop = num_keys - num_queries + row + 1
-        start = 0 if sliding_window is None else max(0, stop - sliding_window)
-        scores = torch.bmm(queries[row], keys[:, :, start:stop])
-        weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
-        torch.bmm(weights, values[:, start:stop], out=mixed[row])
-    return mixed.view(1, num_queries, query.shape[1], query.shape[-1]), None
+        seen = key[:, :, :stop], value[:, :, :stop]
+        rows.append(causal_tail_attention(module, query[:, :, row : row + 1], *seen, None, **options)[0])
+    return torch.cat(rows, dim=1), None
 
 
 def _each_alone(

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 Quantization = Literal["int8"]
 _DEFAULT_NUM_FEATURES = 5
-_LAYOUT = 2
+_LAYOUT = 3
 
 
 @dataclass(frozen=True, slots=True)
