@@ -58,6 +58,10 @@ def text_of(steps: Sequence[Step]) -> list[int]:
     return [token for step in steps for token in step.tokens]
 
 
+def text_alone(target: Target, request: Request) -> list[int]:
+    return text_of(list(decode(target, new_state(target), NullDrafter(), request)))
+
+
 def prompt_of(length: int, *, seed: int = 0) -> list[int]:
     return [(seed * 31 + i * (7 + seed)) % 150 for i in range(length)]
 
@@ -190,7 +194,7 @@ def test_two_long_prompts_take_turns(make: Callable[..., Scheduler], monkeypatch
     states = [new_state(target), new_state(target)]
 
     def until_both_are_there() -> None:
-        while len(scheduler._active) + len(scheduler._waiting) < 2 and len(passes.rows) < 3:
+        while len(scheduler._texts) < 2 and len(passes.rows) < 3:
             pass
 
     monkeypatch.setattr(passes, "before", until_both_are_there)
@@ -214,23 +218,39 @@ def test_closing_an_iteration_stops_its_text_and_frees_its_state(llama: Target, 
     assert held[: 5 + len(given)] == prompt_of(5) + given
     assert len(held) <= 5 + len(given) + 3  # it may have been a little ahead, no more
     again = text_of(list(scheduler.decode(state, NullDrafter(), Request(prompt_of(5), max_new_tokens=9))))
-    assert again == text_of(
-        list(decode(llama, new_state(llama), NullDrafter(), Request(prompt_of(5), max_new_tokens=9)))
-    )
+    assert again == text_alone(llama, Request(prompt_of(5), max_new_tokens=9))
 
 
-def test_a_cancelled_text_ends_and_one_that_waits_never_begins(llama: Target, make: Callable[..., Scheduler]) -> None:
-    scheduler, cancelled = make(llama, limits=Limits(max_active=1)), threading.Event()
+def test_a_cancelled_text_ends(llama: Target, make: Callable[..., Scheduler]) -> None:
+    scheduler, cancelled = make(llama), threading.Event()
     request = Request(prompt_of(5), max_new_tokens=400, is_cancelled=cancelled.is_set)
-    first = scheduler.decode(new_state(llama), NullDrafter(), request)
-    next(first)
-    waiting_state = new_state(llama)
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(lambda: list(scheduler.decode(waiting_state, NullDrafter(), request)))
+    steps = scheduler.decode(new_state(llama), NullDrafter(), request)
+    next(steps)
+    cancelled.set()
+    assert len(list(steps)) <= 3
+
+
+def test_a_text_that_is_cancelled_while_it_waits_never_begins(llama: Target, make: Callable[..., Scheduler]) -> None:
+    scheduler, cancelled, may_go_on = make(llama, limits=Limits(max_active=1)), threading.Event(), threading.Event()
+
+    def hold(done: int, total: int) -> None:
+        may_go_on.wait(PATIENCE)
+
+    busy = Request(prompt_of(5), max_new_tokens=20, on_prefill=hold)
+    waiting = Request(prompt_of(5), max_new_tokens=20, is_cancelled=cancelled.is_set)
+    state = new_state(llama)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(lambda: list(scheduler.decode(new_state(llama), NullDrafter(), busy)))
+        while len(scheduler._texts) < 1:
+            pass
+        second = pool.submit(lambda: list(scheduler.decode(state, NullDrafter(), waiting)))
+        while len(scheduler._texts) < 2:
+            pass
         cancelled.set()
-        assert waiting.result(PATIENCE) == []
-    assert waiting_state.num_rows == 0
-    assert len(list(first)) <= 3
+        may_go_on.set()
+        assert second.result(PATIENCE) == []
+        assert len(text_of(first.result(PATIENCE))) == 20
+    assert state.num_rows == 0
 
 
 def test_a_slow_caller_waits_alone(llama: Target, make: Callable[..., Scheduler]) -> None:
@@ -243,21 +263,24 @@ def test_a_slow_caller_waits_alone(llama: Target, make: Callable[..., Scheduler]
     assert len(text_of(list(slow))) == 299
 
 
-def test_more_texts_than_places_wait_and_more_than_may_wait_are_refused(
-    llama: Target, make: Callable[..., Scheduler]
-) -> None:
+def test_more_texts_than_may_wait_are_refused(llama: Target, make: Callable[..., Scheduler]) -> None:
     scheduler = make(llama, limits=Limits(max_active=1, max_waiting=1))
     request = Request(prompt_of(5), max_new_tokens=60)
-    first = scheduler.decode(new_state(llama), NullDrafter(), request)
-    next(first)
-    with ThreadPoolExecutor(1) as pool:
-        second = pool.submit(lambda: list(scheduler.decode(new_state(llama), NullDrafter(), request)))
-        while len(scheduler._waiting) < 1:
-            pass
-        with pytest.raises(EngineBusyError, match="1 texts wait"):
-            next(scheduler.decode(new_state(llama), NullDrafter(), request))
-        rest = text_of(list(first))
-        assert text_of(second.result(PATIENCE))[1:] == rest
+    taken_on = [scheduler.decode(new_state(llama), NullDrafter(), request) for _ in range(2)]
+    first = [next(steps) for steps in taken_on]
+    with pytest.raises(EngineBusyError, match="2 texts already"):
+        next(scheduler.decode(new_state(llama), NullDrafter(), request))
+    texts = [text_of([step, *steps]) for step, steps in zip(first, taken_on, strict=True)]
+    assert texts == [text_alone(llama, request)] * 2
+
+
+def test_a_text_whose_caller_pauses_keeps_no_place_from_others(llama: Target, make: Callable[..., Scheduler]) -> None:
+    scheduler = make(llama, limits=Limits(max_active=2))
+    request = Request(prompt_of(5), max_new_tokens=60)
+    paused = [scheduler.decode(new_state(llama), NullDrafter(), request) for _ in range(3)]
+    first = [next(one) for one in paused]  # the third finds both places taken by texts that nobody reads
+    texts = [text_of([step, *one]) for step, one in zip(first, paused, strict=True)]
+    assert texts == [text_alone(llama, request)] * 3
 
 
 @pytest.mark.parametrize("limits", [{"max_active": 0}, {"max_waiting": -1}])
@@ -344,7 +367,7 @@ def test_closing_the_engine_is_an_error_for_those_it_serves(llama: Target, make:
     next(active)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(lambda: list(scheduler.decode(new_state(llama), NullDrafter(), request)))
-        while len(scheduler._waiting) < 1:
+        while len(scheduler._texts) < 2:
             pass
         scheduler.close()
         with pytest.raises(DLiteError, match="closed while"):

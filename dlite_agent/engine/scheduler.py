@@ -7,8 +7,8 @@ drops those that were cancelled, and runs
   than a chunk, and
 * one packed pass over all other texts: their drafts are verified together, each with its own acceptance.
 
-A caller may lag `_LOOKAHEAD` steps behind; then its text waits, and the others go on. What goes wrong with one text
-is raised in its caller alone.
+A caller may lag `_LOOKAHEAD` steps behind; then its text waits, and gives up its place to others until it is asked for
+again. What goes wrong with one text is raised in its caller alone.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import atexit
 import os
 import queue
 import threading
-from collections import deque
 from collections.abc import Generator
 from dataclasses import dataclass
+from itertools import count, islice
 
 from dlite_agent.drafters.protocol import Drafter
 from dlite_agent.engine.decode import Decoding, run_pass
@@ -38,8 +38,9 @@ class Limits:
     """How much a scheduler takes on.
 
     Attributes:
-        max_active: Texts decoded at once; more wait for their turn, first come, first served.
-        max_waiting: Texts that may wait; one more is refused.
+        max_active: Texts decoded at once; more wait for their turn, first come, first served. One whose caller lags
+            behind is not counted.
+        max_waiting: Texts taken on besides; one more is refused.
     """
 
     max_active: int = 16
@@ -58,6 +59,7 @@ class _Text:
         self.steps: queue.SimpleQueue[Step | None] = queue.SimpleQueue()
         self.is_withdrawn = False
         self.has_left = threading.Event()
+        self.last_chunk = 0  # number of its latest prefill chunk among all
 
     @property
     def is_ready(self) -> bool:
@@ -94,8 +96,8 @@ class Scheduler:
         self._limits = limits or Limits()
         self._name = name
         self._condition = threading.Condition()
-        self._waiting: deque[_Text] = deque()
-        self._active: list[_Text] = []
+        self._texts: list[_Text] = []  # in the order of their arrival
+        self._chunks = count(1)
         self._thread: threading.Thread | None = None
         self._is_closed = False
         self._pid = os.getpid()
@@ -145,14 +147,14 @@ class Scheduler:
     def _admit(self, state: TargetState, drafter: Drafter, request: Request) -> _Text:
         with self._condition:
             self._check_open()
-            if any(text.decoding.state is state for text in [*self._active, *self._waiting]):
+            if any(text.decoding.state is state for text in self._texts):
                 raise DLiteError("this state is being decoded already; give each text a state of its own")
-            if len(self._active) + len(self._waiting) >= self._limits.max_active + self._limits.max_waiting:
+            if len(self._texts) >= self._limits.max_active + self._limits.max_waiting:
                 raise EngineBusyError(
-                    f"{len(self._waiting)} texts wait for the engine; try again later, or raise Limits.max_waiting"
+                    f"the engine has {len(self._texts)} texts already; try again later, or raise Limits.max_waiting"
                 )
             text = _Text(Decoding(self._target, state, drafter, request))
-            self._waiting.append(text)
+            self._texts.append(text)
             self._condition.notify_all()
             return text
 
@@ -163,42 +165,40 @@ class Scheduler:
     def _run(self) -> None:
         """The engine's thread."""
         try:
-            while self._wait_for_work():
-                self._run_once()
+            while texts := self._next_texts():
+                self._run_once(texts)
         finally:
             with self._condition:
                 self._is_closed = True
-                for text in [*self._active, *self._waiting]:
+                for text in self._texts:
                     if not text.is_over:
                         text.decoding.error = DLiteError("the engine was closed while it decoded this text")
                     self._dismiss(text)
 
-    def _wait_for_work(self) -> bool:
-        """Return True when there is something to do, False when the engine is closed."""
+    def _next_texts(self) -> list[_Text]:
+        """Wait for work; return the texts to run passes for, none when the engine is closed."""
         with self._condition:
-            while not self._is_closed and not self._take_in():
+            while not self._is_closed:
+                self._dismiss_ended()
+                ready = (text for text in self._texts if text.is_ready)
+                if chosen := list(islice(ready, self._limits.max_active)):
+                    return chosen
                 self._condition.wait()
-            return not self._is_closed
+            return []
 
-    def _take_in(self) -> bool:
-        """Dismiss the texts that are over, and fill the free places; returns whether there is a pass to run."""
-        for texts in (self._active, self._waiting):
-            for text in [text for text in texts if text.is_over]:
-                texts.remove(text)
-                self._dismiss(text)
-        while self._waiting and len(self._active) < self._limits.max_active:
-            self._active.append(self._waiting.popleft())
-        return any(text.is_ready for text in self._active)
+    def _dismiss_ended(self) -> None:
+        for text in [text for text in self._texts if text.is_over]:
+            self._texts.remove(text)
+            self._dismiss(text)
 
-    def _run_once(self) -> None:
+    def _run_once(self, texts: list[_Text]) -> None:
         """Run one prefill chunk, and one packed pass over all other texts."""
-        ready = [text for text in self._active if text.is_ready]
-        long = [text for text in ready if text.decoding.needs_own_pass]
+        long = [text for text in texts if text.decoding.needs_own_pass]
         if long:
-            self._pass([long[0]])
-            self._active.remove(long[0])  # the next chunk is somebody else's
-            self._active.append(long[0])
-        short = [text for text in ready if text not in long]
+            first = min(long, key=lambda text: text.last_chunk)
+            first.last_chunk = next(self._chunks)
+            self._pass([first])
+        short = [text for text in texts if text not in long]
         if short:
             self._pass(short)
 
