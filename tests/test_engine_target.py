@@ -15,7 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from dlite_agent.drafters.null import NullDrafter
 from dlite_agent.drafters.pivot import pivot_layer_ids
+from dlite_agent.engine import attention
 from dlite_agent.engine.decode import decode
+from dlite_agent.engine.packed import Segment
 from dlite_agent.engine.request import Request
 from dlite_agent.engine.state import TargetState
 from dlite_agent.engine.target import Target, fingerprint_of
@@ -153,6 +155,20 @@ def test_what_was_not_shown_to_be_exact_is_refused(model_type: str, fields: dict
     config = AutoConfig.for_model(model_type, **small, intermediate_size=16, num_key_value_heads=2, **fields)
     with pytest.raises(UnsupportedModelError, match=match):
         Target(AutoModelForCausalLM.from_config(config), fingerprint="")
+
+
+@pytest.mark.parametrize("options", [{"exact": True}, {"quantize": "int8"}])
+def test_heads_whose_bits_depend_on_where_they_lie_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedModelError, match="heads of 10 elements"):
+        tiny_target(head_dim=10, **options)
+    assert tiny_target(head_dim=10).num_layers == 4
+
+
+def test_no_mask_outlives_its_pass(llama: Target) -> None:
+    caches = [llama.new_cache() for _ in range(3)]
+    for num_rows in (3, 40):
+        llama.forward_many([Segment([1] * num_rows, cache) for cache in caches])
+        assert attention._grouped_mask.cache_info().currsize == attention._visible_keys.cache_info().currsize == 0
 
 
 def test_a_loaded_folder_is_the_model_that_was_saved(model_folder: Path) -> None:

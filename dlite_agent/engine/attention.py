@@ -24,10 +24,10 @@ ROWWISE_NAME = "dlite_causal_tail_rowwise"
 ROWWISE_MAX_ROWS = 32  # more rows than that are a prefill, which plain and speculative decoding share
 
 _GROUPED_MAX_ROWS = 32  # up to here the queries of one KV head stand side by side, so that each key is read once
-_MAX_MASKS = 16  # of one pass over several sessions
+_MAX_MASKS = 64  # of one pass: each session may have several windows
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=_MAX_MASKS)
 def _visible_keys(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> torch.Tensor:
     """Return a bool tensor `[num_queries, num_keys]`, True where a key may be seen."""
     last_visible = torch.arange(num_keys - num_queries, num_keys, device=device).unsqueeze(1)
@@ -46,6 +46,12 @@ def _grouped_mask(
     visible = _visible_keys(num_queries, num_keys, window, device)
     mask = torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(~visible, -torch.inf)
     return mask.repeat(num_heads, 1)
+
+
+def forget_masks() -> None:
+    """Free the masks of a pass: no later one has the same."""
+    _visible_keys.cache_clear()
+    _grouped_mask.cache_clear()
 
 
 def causal_tail_attention(

@@ -25,6 +25,7 @@ SLAB_FAMILIES = (
 )
 RECURRENT_FAMILIES = {"lfm2": CONVOLUTION, "qwen3_5_text": DELTA_RULE}  # and the layer type that carries their state
 FAMILIES = (*SLAB_FAMILIES, *RECURRENT_FAMILIES)
+_ALIGNED_DIM = 4  # 16 bytes of float32
 _EXACT_ROPE = ("default", "linear", "llama3", "yarn")
 
 
@@ -54,9 +55,21 @@ def refuse_inexact(config: Any, *, is_rowwise: bool) -> None:
             f"a row of a {config.model_type!r} model does not get the same bits alone and beside others, which int8 "
             "weights and exact=True rely on; load it without quantize and exact"
         )
+    if is_rowwise:
+        _refuse_unaligned(config)
     _refuse_layers(config)
     _refuse_rope(config)
     _refuse_attention(config)
+
+
+def _refuse_unaligned(config: Any) -> None:
+    """Refuse heads whose rows begin anywhere in memory: the last bits of their attention depend on where."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if head_dim % _ALIGNED_DIM:
+        raise UnsupportedModelError(
+            f"heads of {head_dim} elements do not give a row the same bits everywhere, which int8 weights and "
+            f"exact=True rely on; expected a multiple of {_ALIGNED_DIM}, or load it without quantize and exact"
+        )
 
 
 def _refuse_layers(config: Any) -> None:

@@ -234,6 +234,8 @@ class Target:
             for segment, num_rows in zip(segments, before, strict=True):
                 segment.cache.crop_to(num_rows)  # the first layers may have written
             raise
+        finally:
+            attention.forget_masks()
 
     def _forward_one(self, segment: Segment) -> TargetOutput:
         logits, features = self._run(
