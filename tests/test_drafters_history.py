@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -185,6 +186,35 @@ def test_a_reader_that_fails_costs_its_drafts_only(llama: Target, caplog: pytest
     assert text_of(steps) == text_of(plain)
     assert sum(step.num_proposed for step in steps) == 0
     assert "no room" in caplog.text
+
+
+@pytest.mark.parametrize("answer", [RuntimeError("lost"), -1, 2.5, None], ids=str)
+def test_a_reader_that_cannot_say_what_it_read_gets_no_row_again(
+    llama: Target, answer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Forgetful:
+        @property
+        def name(self) -> str:
+            raise RuntimeError("no name either")
+
+        def propose(self, views: Sequence[DraftView]) -> list[Proposal]:
+            return NullDrafter().propose(views)
+
+        def num_read(self, text: TextKey) -> Any:
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        def read(self, text: TextKey, start: int, features: torch.Tensor) -> None:
+            pass
+
+    state = TargetState(llama.new_cache())
+    given = text_of(list(decode(llama, state, Forgetful(), Request(PROMPT, max_new_tokens=6))))
+    longer = Request([*PROMPT, *given, 7, 8], max_new_tokens=6)
+    steps = list(decode(llama, state, Forgetful(), longer))
+    assert text_of(steps) == text_of(list(decode(llama, TargetState(llama.new_cache()), NullDrafter(), longer)))
+    assert steps[0].num_reused == len(PROMPT) + 5
+    assert "drafter Forgetful" in caplog.text
 
 
 def test_a_gap_in_what_was_read_is_refused(llama: Target) -> None:

@@ -468,3 +468,9 @@ def test_a_prompt_with_ids_that_do_not_exist_is_refused_and_touches_nothing(llam
     with pytest.raises(ConfigError, match=r"token id (160|-2|1099511627776); expected ids 0\.\.159"):
         list(decode(llama, state, NullDrafter(), Request(prompt)))
     assert state.ids.tolist() == before
+
+
+@pytest.mark.parametrize("prompt", [[1.5], ["a"], [2**70]], ids=str)
+def test_a_prompt_of_anything_but_ids_is_refused(llama: Target, prompt: Any) -> None:
+    with pytest.raises(ConfigError, match="expected token ids"):
+        list(decode(llama, new_state(llama), NullDrafter(), Request(prompt)))

@@ -16,6 +16,7 @@ stop handling consume the `Step`s.
 from __future__ import annotations
 
 import logging
+import operator
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -61,9 +62,12 @@ class Decoding:
             ConfigError: If the prompt holds ids that are not in the vocabulary; nothing was computed.
         """
         room = _room(target, request.prompt_ids)
-        if wrong := [token for token in request.prompt_ids if not 0 <= token < target.vocab_size]:
+        ids = np.asarray(request.prompt_ids)
+        if ids.dtype.kind not in "iu":
+            raise ConfigError(f"the prompt holds {ids.dtype} values; expected token ids, which are integers")
+        if len(wrong := ids[(ids < 0) | (ids >= target.vocab_size)]):
             raise ConfigError(f"the prompt holds token id {wrong[0]}; expected ids 0..{target.vocab_size - 1}")
-        prompt = np.asarray(request.prompt_ids, dtype=np.int32)
+        prompt = ids.astype(np.int32)
         _show_again(state, drafter)
         num_reused = state.begin(prompt)
         self._set_up(target, state, drafter, request, num_reused=num_reused, budget=room)
@@ -95,7 +99,7 @@ class Decoding:
     ) -> None:
         self.state = state
         self.drafter = drafter
-        self.drafter_name = str(drafter.name)
+        self.drafter_name = _name_of(drafter)
         self.request = request
         self.error: BaseException | None = None
         self.on_rows: Callable[[int, torch.Tensor], None] | None = None
@@ -241,9 +245,27 @@ class Decoding:
 
 
 def _show_again(state: TargetState, drafter: Drafter) -> None:
-    """Give up rows that a drafter with a history needs and has not read: the target computes them again."""
-    if isinstance(drafter, RowReader):
-        state.forget_rows(drafter.num_read(state.key))
+    """Give up rows that a drafter with a history needs and has not read: the target computes them again.
+
+    A drafter that cannot say what it has read lacks those rows, and that is its own affair.
+    """
+    if not isinstance(drafter, RowReader):
+        return
+    try:
+        num_read = operator.index(drafter.num_read(state.key))
+        if num_read < 0:
+            raise ValueError(f"{num_read} rows read; expected at least 0")
+    except Exception as error:
+        logger.warning("drafter %s: %r; it gets no row again", _name_of(drafter), error)
+        return
+    state.forget_rows(num_read)
+
+
+def _name_of(drafter: Drafter) -> str:
+    try:
+        return str(drafter.name)
+    except Exception:  # a drafter is foreign code; the text does not depend on it
+        return type(drafter).__name__
 
 
 def decode(
