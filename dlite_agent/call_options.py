@@ -211,7 +211,8 @@ def choose_tool(choice: Any, names: Sequence[str]) -> str:
         if names:
             return "any"
         raise ConfigError(f"tool_choice is {choice!r} but there are no tools; bind some, or leave tool_choice out")
-    raise ConfigError(f"tool_choice is {choice!r}; expected {', '.join(['auto, none, any or one of', *names])}")
+    expected = ", ".join(["auto", "none", "any", *map(repr, names)])
+    raise ConfigError(f"tool_choice is {choice!r}; expected {expected}")
 
 
 def _stops(stop: Any) -> tuple[str, ...]:

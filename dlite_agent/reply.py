@@ -55,6 +55,7 @@ _SAMPLING = (
     "verification",
 )
 _ANONYMOUS = "anonymous"
+_OWN_TOKENS = ("prefill", "bonus")  # sources of tokens that nobody drafted
 _PLAIN_TEXT = r"[^\s{\[<`](?s:.)*"  # what a reply without calls begins with, where the model was shown tools
 
 
@@ -115,13 +116,17 @@ class _Tally:
             return
         self.num_passes += 1
         self.num_proposed += step.num_proposed
-        self.sources.update(step.sources)
         self.draft_seconds += step.draft_seconds
         self.target_seconds += step.target_seconds
 
+    def count(self, source: str) -> None:
+        """Count a token of the reply, and what it came from."""
+        self.num_generated += 1
+        self.sources[source] += 1
+
     def as_dict(self, reuse: Reuse, committed: Committed | None) -> dict[str, Any]:
         """Return plain integers, which survive LangChain's merging of chunks."""
-        accepted = {name: count for name, count in sorted(self.sources.items()) if name != "bonus"}
+        accepted = {name: count for name, count in sorted(self.sources.items()) if name not in _OWN_TOKENS}
         return {
             "reused_ram": self.num_reused - reuse.from_store,
             "reused_store": reuse.from_store,
@@ -277,7 +282,7 @@ class _Reply:
     def _texts(self, step: Step, detokenizer: Detokenizer) -> Iterator[str]:
         token_bytes = self._runtime.encoder.token_bytes
         for index, token in enumerate(step.tokens):
-            self._tally.num_generated += 1
+            self._tally.count(step.sources[index])
             if token not in self._runtime.end_ids:
                 text = detokenizer.push(token)
                 self._trail.add(text, openai_entry(step.logprobs[index], token_bytes) if step.logprobs else None)

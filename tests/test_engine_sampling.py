@@ -320,9 +320,16 @@ def test_parameters_can_be_hashed_stored_and_are_no_view_of_what_they_were_made_
     + [{name: value} for name in ("presence_penalty", "frequency_penalty") for value in (math.inf, math.nan)]
     + [{"logit_bias": value} for value in ({3: math.inf}, {3: -math.inf}, {3: math.nan}, {-1: 1.0})]
     + [{"bad_words": value} for value in (((),), ((1,), ()), ((1, -2),))]
-    + [{"top_k": -1}, {"min_tokens": -1}, {"top_logprobs": -1}, {"verification": "typical"}],
+    + [{"top_k": -1}, {"min_tokens": -1}, {"top_logprobs": -1}, {"verification": "typical"}]
+    + [{"top_k": 1.5}, {"seed": "x"}, {"min_tokens": 0.5}],
     ids=str,
 )
 def test_a_setting_that_cannot_work_is_refused(field: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=rf"^{next(iter(field))} is .*; expected "):
+        SamplingParams(**field)
+
+
+@pytest.mark.parametrize("field", [{"temperature": "a"}, {"bad_words": ("ab",)}, {"logit_bias": 3}], ids=str)
+def test_a_setting_of_another_type_is_refused(field: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="another type"):
         SamplingParams(**field)

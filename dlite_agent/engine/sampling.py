@@ -76,18 +76,23 @@ class SamplingParams:
     verification: Verification = "exact"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
-        object.__setattr__(self, "bad_words", tuple(tuple(word) for word in self.bad_words))
-        for name, is_met, expected in self._checks():
-            if not is_met:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; expected {expected}")
+        try:
+            object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+            object.__setattr__(self, "bad_words", tuple(tuple(word) for word in self.bad_words))
+            unmet = next(((name, expected) for name, is_met, expected in self._checks() if not is_met), None)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"a value of another type in {self}: {error}; see SamplingParams") from error
+        if unmet is not None:
+            name, expected = unmet
+            raise ConfigError(f"{name} is {getattr(self, name)!r}; expected {expected}")
 
     def _checks(self) -> Iterator[tuple[str, bool, str]]:
         """Yield a setting's name, whether its value can work, and what was expected."""
         yield "temperature", 0.0 <= self.temperature < math.inf, "0 (greedy) or a positive number"
-        yield "top_k", self.top_k >= 0, "0 (keep all) or more"
+        yield "top_k", isinstance(self.top_k, int) and self.top_k >= 0, "0 (keep all) or a larger integer"
         yield "top_p", 0.0 < self.top_p <= 1.0, "a number above 0 and at most 1"
         yield "min_p", 0.0 <= self.min_p <= 1.0, "a number from 0 (off) to 1"
+        yield "seed", isinstance(self.seed, int), "an integer"
         yield "repetition_penalty", 0.0 < self.repetition_penalty < math.inf, "a positive number (1 is off)"
         yield "presence_penalty", math.isfinite(self.presence_penalty), "a finite number (0 is off)"
         yield "frequency_penalty", math.isfinite(self.frequency_penalty), "a finite number (0 is off)"
@@ -95,7 +100,7 @@ class SamplingParams:
         yield "logit_bias", biases_work, "numbers of at most 1e9 by token id (to forbid a token use bad_words)"
         words_work = all(word and min(word) >= 0 for word in self.bad_words)
         yield "bad_words", words_work, "sequences of at least one token id"
-        yield "min_tokens", self.min_tokens >= 0, "0 or more"
+        yield "min_tokens", isinstance(self.min_tokens, int) and self.min_tokens >= 0, "an integer, 0 or more"
         yield "top_logprobs", self.top_logprobs is None or self.top_logprobs >= 0, "None, 0 or more"
         yield "verification", self.verification in ("exact", "rejection"), "'exact' or 'rejection'"
 
