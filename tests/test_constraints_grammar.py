@@ -371,6 +371,16 @@ def test_a_random_model_under_a_schema_writes_json_of_it(kit: Kit) -> None:
     assert num_finished > 20
 
 
+@pytest.mark.parametrize("name", ["Größe", "名前", "a b", "a.b", "Page[int]", '"', "a%b"])
+def test_a_definition_may_have_any_name(kit: Kit, name: str) -> None:
+    part = {"type": "object", "properties": {"$ref": {"type": "integer"}, "next": {"$ref": f"#/$defs/{name}"}}}
+    schema = {"$defs": {name: part}, "type": "object", "properties": {"a": {"$ref": f"#/$defs/{name}"}}}
+    for seed in range(4):
+        ids = kit.walk(kit.factory.json_schema(schema), random.Random(seed))
+        assert ids[-1] in kit.eos_ids
+        Draft202012Validator(schema).validate(json.loads(kit.text(ids)))
+
+
 @pytest.mark.parametrize(
     ("schema", "path"),
     [

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dlite_agent.errors import UnsupportedSchemaError
-from dlite_agent.prompting.schemas import Schema, close_objects
+from dlite_agent.prompting.schemas import Schema, close_objects, with_uri_references
 from dlite_agent.prompting.spans import TOOL_NAME
 
 JSON_STYLE = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
@@ -215,7 +215,7 @@ def json_rule(schema: Schema, style: Mapping[str, Any] = JSON_STYLE) -> str:
 
 def schema_text(schema: Schema, style: Mapping[str, Any] = JSON_STYLE) -> str:
     """The schema for llguidance: objects closed, white space as the style says."""
-    return json.dumps({**close_objects(schema), "x-guidance": dict(style)})
+    return json.dumps({**with_uri_references(close_objects(schema)), "x-guidance": dict(style)})
 
 
 def in_json(text: str) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from urllib.parse import quote
 
 from dlite_agent.errors import GrammarError
 
@@ -13,6 +15,7 @@ _MAPS = ("$defs", "definitions", "properties", "patternProperties")
 _LISTS = ("prefixItems", "anyOf", "oneOf", "allOf")
 _SINGLES = ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
 _COMPOSING = ("$ref", "allOf", "anyOf", "oneOf", "patternProperties", "if", "not", "unevaluatedProperties")
+_URI_MARKS = "!#$%&'()*+,/:;=?@~"
 
 
 def tool_parameters(tools: Sequence[Mapping[str, Any]]) -> dict[str, Schema]:
@@ -58,17 +61,16 @@ def close_objects(schema: Schema) -> Schema:
     return schema if _uses_all_of(schema) else _closed(schema)
 
 
+def with_uri_references(schema: Schema) -> dict[str, Any]:
+    """The schema with what a URI cannot hold percent-encoded in each `$ref`: a definition may have any name."""
+    encoded = _with_parts(schema, with_uri_references, _SINGLES)
+    if isinstance(schema.get("$ref"), str):
+        encoded["$ref"] = quote(re.sub("%(?![0-9A-Fa-f]{2})", "%25", schema["$ref"]), safe=_URI_MARKS)
+    return encoded
+
+
 def _closed(schema: Schema) -> dict[str, Any]:
-    closed = dict(schema)
-    for key in _MAPS:
-        if isinstance(schema.get(key), Mapping):
-            closed[key] = {name: _closed_part(inner) for name, inner in schema[key].items()}
-    for key in _LISTS:
-        if isinstance(schema.get(key), list):
-            closed[key] = [_closed_part(inner) for inner in schema[key]]
-    for key in ("items", "additionalProperties"):
-        if key in schema:
-            closed[key] = _closed_part(schema[key])
+    closed = _with_parts(schema, _closed, ("items", "additionalProperties"))
     if "properties" in schema and "additionalProperties" not in schema and not any(k in schema for k in _COMPOSING):
         declared = _mapping(schema["properties"])
         if all(name in declared for name in schema.get("required", ())):
@@ -76,8 +78,23 @@ def _closed(schema: Schema) -> dict[str, Any]:
     return closed
 
 
-def _closed_part(part: Any) -> Any:
-    return _closed(part) if isinstance(part, Mapping) else part
+def _with_parts(schema: Schema, change: Callable[[Schema], Schema], singles: Sequence[str]) -> dict[str, Any]:
+    """The schema with its parts changed; of the keys that hold a single one, those that are named."""
+    changed = dict(schema)
+    for key in _MAPS:
+        if isinstance(schema.get(key), Mapping):
+            changed[key] = {name: _changed(inner, change) for name, inner in schema[key].items()}
+    for key in _LISTS:
+        if isinstance(schema.get(key), list):
+            changed[key] = [_changed(inner, change) for inner in schema[key]]
+    for key in singles:
+        if key in schema:
+            changed[key] = _changed(schema[key], change)
+    return changed
+
+
+def _changed(part: Any, change: Callable[[Schema], Schema]) -> Any:
+    return change(part) if isinstance(part, Mapping) else part
 
 
 def _uses_all_of(schema: Schema) -> bool:
@@ -92,7 +109,7 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 def is_valid(value: Any, schema: Schema | None) -> bool:
-    """Whether a value fits a schema. A schema that is broken, or refers to another document, fits nothing."""
+    """Whether a value fits a schema. A broken one, or one that refers elsewhere or just to itself, fits nothing."""
     from jsonschema import Draft202012Validator, SchemaError  # takes a while to import, and not every reply needs it
     from referencing import Registry
     from referencing.exceptions import Unresolvable
@@ -102,5 +119,5 @@ def is_valid(value: Any, schema: Schema | None) -> bool:
     try:
         Draft202012Validator.check_schema(schema)
         return bool(Draft202012Validator(schema, registry=Registry()).is_valid(value))
-    except (SchemaError, Unresolvable):
+    except (SchemaError, Unresolvable, RecursionError):
         return False
