@@ -44,6 +44,9 @@ class GenerationSettings(BaseModel):
         n: Replies per call of `generate`, each with a seed of its own; `invoke` returns the first.
         verification: "exact": the text for a seed is the same with any drafter. "rejection": its distribution is the
             target's, and more of each draft is kept, but the text depends on the drafts. Greedy, they are the same.
+        reasoning: Whether the model thinks before it answers, where its chat template has a switch for that (Qwen3,
+            SmolLM3, DeepSeek V3.1, Granite 3); elsewhere True and False are a `ConfigError` of the call. None: as the
+            template does by itself.
         max_tokens: Upper bound of tokens per reply.
         max_draft: Longest draft that is verified at once; how long each is, is decided by what it promises and costs.
     """
@@ -63,6 +66,7 @@ class GenerationSettings(BaseModel):
     top_logprobs: int = Field(default=0, ge=0, le=20)
     n: int = Field(default=1, ge=1, le=128)
     verification: Literal["exact", "rejection"] = "exact"
+    reasoning: bool | None = None
     max_tokens: int = Field(default=1024, ge=1)
     max_draft: int = Field(default=15, ge=0, le=31)
 

@@ -208,7 +208,8 @@ class ChatDLite(BaseChatModel, GenerationSettings):
             ConfigError: Something in `tools` is no tool.
         """
         runtime = self.runtime
-        return len(runtime.encoder.encode(runtime.render(messages, format_tools(tools or ()))))
+        text = runtime.render(messages, format_tools(tools or ()), reasoning=self.reasoning)
+        return len(runtime.encoder.encode(text))
 
     def warm_up(self) -> None:
         """Load the weights now instead of at the first call."""

@@ -214,7 +214,7 @@ class _Reply:
 
     def _prompt_ids(self) -> list[int]:
         runtime = self._runtime
-        text = runtime.render(self._call.messages, self._options.tools)
+        text = runtime.render(self._call.messages, self._options.tools, reasoning=self._options.settings.reasoning)
         self._is_thinking = runtime.template.dialect.is_thinking(text)
         known = self._live.known_ids.tolist() if self._options.thread_id is not None else []
         return runtime.encoder.encode(text, known)  # without a session, the messages alone decide the ids

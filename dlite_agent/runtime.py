@@ -45,11 +45,18 @@ class Runtime:
     profile: ModelProfile
     end_ids: frozenset[int]
 
-    def render(self, messages: Sequence[BaseMessage], tools: Sequence[Mapping[str, Any]]) -> str:
-        """Return the prompt text of a conversation, as the model is given it."""
+    def render(
+        self, messages: Sequence[BaseMessage], tools: Sequence[Mapping[str, Any]], *, reasoning: bool | None = None
+    ) -> str:
+        """Return the prompt text of a conversation, as the model is given it.
+
+        Raises:
+            ConfigError: `reasoning` is given, and the model's template has no switch for it.
+            PromptError: The conversation cannot be rendered.
+        """
         profile = self.profile
         converted = to_template_messages(messages, result_hint=profile.result_hint, error_hint=profile.error_hint)
-        return self.template.render(converted, tools)
+        return self.template.render(converted, tools, reasoning=reasoning)
 
 
 _loaded: dict[tuple[tuple[str, str | None, Settings], str, SessionStore | None], Runtime] = {}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from dlite_agent.errors import PromptError
+from dlite_agent.errors import ConfigError, PromptError
 from dlite_agent.prompting.dialects import Dialect, detect_dialect, named_dialect
 from dlite_agent.prompting.rewriting import (
     Message,
@@ -46,6 +46,8 @@ _PROBE_RESULT = {"role": "tool", "content": "probe result", "tool_call_id": _PRO
 _PROBE_ROLE = "probe_role"
 _TOOLS_VARIABLES = ("tools", "xml_tools")
 """What templates call the tool list; SmolLM3's has a name of its own."""
+_THINKING_VARIABLES = ("enable_thinking", "thinking")
+"""What templates call the switch of thinking: Qwen3's and SmolLM3's, DeepSeek's and Granite's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,7 @@ class TemplateAbilities:
         system: Messages of role `system`.
         has_text_arguments: Whether a call's arguments must be JSON text, not an object.
         tools_variable: The variable that takes the tool list.
+        thinking_variable: The variable that turns thinking on and off, if there is one.
     """
 
     tools: bool
@@ -69,6 +72,7 @@ class TemplateAbilities:
     system: bool = True
     has_text_arguments: bool = False
     tools_variable: str = "tools"
+    thinking_variable: str | None = None
 
 
 class ChatTemplate:
@@ -106,6 +110,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         *,
         add_generation_prompt: bool = True,
+        reasoning: bool | None = None,
     ) -> str:
         """The prompt text; the same arguments always give the same text.
 
@@ -113,8 +118,10 @@ class ChatTemplate:
             messages: Template messages, as `prompting.messages.to_template_messages` makes them.
             tools: Tools as OpenAI-style dicts.
             add_generation_prompt: End with the header of the assistant's next message.
+            reasoning: Whether the model is to think before it answers; None leaves that to the template.
 
         Raises:
+            ConfigError: `reasoning` is given, and the template has no switch for it.
             PromptError: The template refuses the conversation.
         """
         if not messages:
@@ -137,7 +144,11 @@ class ChatTemplate:
         if not abilities.system:
             conversation = merge_system(conversation)
         return self._apply(
-            conversation, tools, variable=abilities.tools_variable, add_generation_prompt=add_generation_prompt
+            conversation,
+            tools,
+            variable=abilities.tools_variable,
+            add_generation_prompt=add_generation_prompt,
+            switches=self._switches(reasoning),
         )
 
     def speaking(self, dialect: str) -> ChatTemplate:
@@ -159,7 +170,9 @@ class ChatTemplate:
         """What the template renders by itself, found out by rendering probes."""
         has_system = "probe rules" in self._probe([_PROBE_SYSTEM, _PROBE_USER])
         if not self.dialect.is_native:
-            return TemplateAbilities(tools=False, calls=False, results=False, system=has_system)
+            return TemplateAbilities(
+                tools=False, calls=False, results=False, system=has_system, thinking_variable=self._thinking_variable()
+            )
         offered = [name for name in _TOOLS_VARIABLES if "probe_tool" in self._probe([_PROBE_USER], name)]
         written: list[Message] = write_arguments([_PROBE_CALL])
         is_called = "probe_value" in self._probe([_PROBE_USER, _PROBE_CALL])
@@ -175,7 +188,27 @@ class ChatTemplate:
             system=has_system,
             has_text_arguments=is_called_with_text,
             tools_variable=[*offered, *_TOOLS_VARIABLES][0],
+            thinking_variable=self._thinking_variable(),
         )
+
+    def _switches(self, reasoning: bool | None) -> dict[str, bool]:
+        """The variables of what is switched on or off."""
+        if reasoning is None:
+            return {}
+        variable = self.abilities.thinking_variable
+        if variable is None:
+            raise ConfigError(
+                f"reasoning is {reasoning}, but the model's chat template has no switch for it; leave reasoning out"
+            )
+        return {variable: reasoning}
+
+    def _thinking_variable(self) -> str | None:
+        """The variable on which the prompt of a reply depends, if there is one."""
+        for name in _THINKING_VARIABLES:
+            on, off = (self._probe([_PROBE_USER], switches={name: is_on}) for is_on in (True, False))
+            if on != off:
+                return name
+        return None
 
     def _knows_tool_role(self, call: Message) -> bool:
         """Whether role `tool` is rendered in another way than a role the template has never heard of."""
@@ -184,11 +217,26 @@ class ChatTemplate:
         stranger = self._probe([*before, {**_PROBE_RESULT, "role": _PROBE_ROLE}])
         return "probe result" in rendered and stranger.replace(_PROBE_ROLE, "tool") != rendered
 
-    def _probe(self, messages: Sequence[Message], tools_variable: str | None = None) -> str:
-        """What the template makes of messages, with a tool if there is a variable for it; nothing if it refuses."""
+    def _probe(
+        self,
+        messages: Sequence[Message],
+        tools_variable: str | None = None,
+        *,
+        switches: Mapping[str, bool] | None = None,
+    ) -> str:
+        """What the template makes of messages, with a tool if there is a variable for it; nothing if it refuses.
+
+        With switches, the header of the reply is there, too.
+        """
         tools = [_PROBE_TOOL] if tools_variable else None
         try:
-            return self._apply(messages, tools, variable=tools_variable or "tools", add_generation_prompt=False)
+            return self._apply(
+                messages,
+                tools,
+                variable=tools_variable or "tools",
+                add_generation_prompt=switches is not None,
+                switches=switches or {},
+            )
         except PromptError:
             return ""
 
@@ -199,12 +247,13 @@ class ChatTemplate:
         *,
         variable: str,
         add_generation_prompt: bool,
+        switches: Mapping[str, bool],
     ) -> str:
         from jinja2 import TemplateError  # these two take most of a second to import
         from transformers.utils.chat_template_utils import render_jinja_template
 
         given: list[Any] | None = [dict(tool) for tool in tools] if tools else None
-        others = self._variables if variable == "tools" else {**self._variables, variable: given}
+        others = {**self._variables, **switches} | ({} if variable == "tools" else {variable: given})
         try:
             rendered, _ = render_jinja_template(
                 conversations=[[dict(message) for message in messages]],
