@@ -89,6 +89,11 @@ class ChatDLite(BaseChatModel, GenerationSettings):
     on_prefill: Callable[[int, int], None] | None = Field(default=None, exclude=True)
     cache: Any = Field(default=False, exclude=True)
 
+    @classmethod
+    def is_lc_serializable(cls) -> bool:
+        """Say that `dumpd` and `load` work; settings and the session store belong to the process and are left out."""
+        return True
+
     @property
     def _llm_type(self) -> str:
         return "dlite-chat"
@@ -98,7 +103,9 @@ class ChatDLite(BaseChatModel, GenerationSettings):
         """What decides the text of a reply; the drafter does not, unless verification is by rejection."""
         drafting = ("drafter", *_CHANGES_NO_TEXT) if self.verification == "rejection" else ()
         settings = (name for name in SETTINGS if name not in _CHANGES_NO_TEXT)
-        return {name: getattr(self, name) for name in ("model", "quantize", "dialect", "stop", *settings, *drafting)}
+        named = ("model", "quantize", "dialect", "stop", *settings, *drafting)
+        weights = {"dtype": self.settings.dtype, "exact": self.settings.exact}
+        return {name: getattr(self, name) for name in named} | weights
 
     def _resolve_model_profile(self) -> ModelProfile:
         profile = text_profile()
@@ -110,8 +117,11 @@ class ChatDLite(BaseChatModel, GenerationSettings):
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         params = super()._get_ls_params(stop=stop, **kwargs)
         params["ls_provider"] = PROVIDER
-        params["ls_model_name"] = self.model
         return params
+
+    def _get_llm_string(self, stop: list[str] | None = None, **kwargs: Any) -> str:
+        """Return the key of a call in LangChain's cache; it has what decides the text, which is not all serialized."""
+        return f"{super()._get_llm_string(stop=stop, **kwargs)}---{self._identifying_params}"
 
     def bind(self, **kwargs: Any) -> _ChatModelBinding:
         """Bind options to every call.

@@ -16,7 +16,11 @@ from typing import Annotated, Any, TypedDict
 
 import pytest
 import torch
+from langchain_core._api import LangChainBetaWarning
+from langchain_core.caches import InMemoryCache
 from langchain_core.exceptions import ContextOverflowError
+from langchain_core.globals import set_llm_cache
+from langchain_core.load import dumps, loads
 from langchain_core.messages import AIMessage, AIMessageChunk, AnyMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.runnables import RunnableConfig
 from langgraph.graph import END, START, StateGraph
@@ -461,13 +465,62 @@ def test_parameters_name_what_decides_the_text_and_not_the_drafter(model: ChatDL
     assert model._get_ls_params().get("ls_provider") == "dlite"
 
 
-def test_importing_the_package_loads_nothing_heavy() -> None:
-    code = (
-        "import sys, dlite_agent, dlite_agent.cli\n"
-        "heavy = {'torch', 'transformers', 'langchain', 'langgraph', 'llguidance'}\n"
-        "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent)
+def test_a_model_survives_being_dumped_and_loaded(folder: str, settings: Settings) -> None:
+    model = ChatDLite(model=folder, settings=settings, max_tokens=5, logit_bias={71: 1e4}, stop=["x"], drafter="null")
+    allowed: Any = [ChatDLite]
+    with pytest.warns(LangChainBetaWarning):
+        loaded = loads(dumps(model), allowed_objects=allowed, valid_namespaces=["dlite_agent"])
+    assert loaded._identifying_params == model._identifying_params
+    assert (loaded.drafter, loaded.logit_bias) == ("null", {71: 1e4})
+    assert loaded.model_copy(update={"settings": settings}).invoke("hello").content == "hhhhh"
+    assert str(settings.home) not in dumps(model)
+
+
+def test_a_cache_is_off_unless_given_and_tells_apart_what_decides_the_text(folder: str, settings: Settings) -> None:
+    cache = InMemoryCache()
+    set_llm_cache(cache)
+    try:
+        plain = ChatDLite(model=folder, settings=settings, max_tokens=4)
+        expected = plain.invoke("hello")
+        assert plain.invoke("hello").id != expected.id
+        assert not cache._cache
+        caching = plain.model_copy(update={"cache": cache})
+        first = caching.invoke("hello")
+        assert first.content == expected.content
+        assert caching.invoke("hello").response_metadata == first.response_metadata
+        others: list[ChatDLite] = [
+            caching.model_copy(update={"settings": replace(settings, exact=True)}),
+            caching.model_copy(update={"logit_bias": {71: 1e4}}),
+            caching.model_copy(update={"max_tokens": 3}),
+        ]
+        assert len({other._get_llm_string() for other in [caching, *others]}) == 4
+        assert [other.invoke("hello").content == first.content for other in others[1:]] == [False, False]
+    finally:
+        set_llm_cache(None)
+
+
+_IMPORT = """
+import sys
+
+def check(what):
+    heavy = {"torch", "transformers", "llguidance", "jsonschema"} | forbidden
+    assert not heavy & set(sys.modules), (what, heavy & set(sys.modules))
+
+forbidden = {"langchain", "langchain_core", "langgraph", "numpy", "redis"}
+import dlite_agent, dlite_agent.cli
+check("import")
+forbidden = set()
+from dlite_agent import ChatDLite, RedisSaver, SessionStore, Settings
+model = ChatDLite(model="smollm2-135m", session_store="auto")
+model.bind_tools([{"name": "f", "description": "", "parameters": {}}]).with_config({"configurable": {"thread_id": "1"}})
+model.with_structured_output({"title": "a", "type": "object", "properties": {}}, method="json_schema")
+check("a model that was not called")
+"""
+
+
+def test_nothing_heavy_is_loaded_before_its_first_use() -> None:
+    done = subprocess.run([sys.executable, "-c", _IMPORT], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_public_names_are_these() -> None:
