@@ -308,6 +308,21 @@ def test_what_a_dialect_has_no_grammar_for_is_refused_with_its_path(
         assert reason in str(caught.value)
 
 
+@pytest.mark.parametrize("dialect", [LFM2, FUNCTIONGEMMA, GEMMA, QWEN3_CODER], ids=lambda dialect: dialect.name)
+@pytest.mark.parametrize("least", [0, 1])
+def test_a_list_may_be_bounded_to_one_item(kit: Kit, dialect: Dialect, least: int) -> None:
+    items = {"type": "array", "items": {"type": "array", "items": {"type": "integer"}, "maxItems": 1}}
+    schema = {"type": "object", "properties": {"a": {**items, "minItems": least, "maxItems": 1}}, "required": ["a"]}
+    for value in ([], [[]], [[1]], [[1, 2]], [[1], [2]]):
+        text = dialect.write([("t", {"a": value})], {"t": schema})
+        constraint = kit.factory.tool_call([tool("t", schema)], choice="any", dialect=dialect)
+        if Draft202012Validator(schema).is_valid({"a": value}):
+            assert kit.write(constraint, text).allows(kit.eos)
+        else:
+            with pytest.raises(GrammarError):
+                kit.write(constraint, text)
+
+
 def test_optional_arguments_may_be_left_out_and_required_ones_not(kit: Kit) -> None:
     schema = {"properties": {name: {"type": "integer"} for name in "abcd"}, "required": ["b"]}
     writers: list[tuple[Dialect, Callable[[str], str]]] = [

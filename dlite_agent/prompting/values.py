@@ -143,7 +143,8 @@ class ValueRules:
         least, most = schema.get("minItems", 0), schema.get("maxItems")
         if most == 0:
             return self._rules.rule(quoted("[]"))
-        more = f"({quoted(self._style.comma)} {item}){{{max(0, least - 1)},{'' if most is None else most - 1}}}"
+        counted = f"{{{max(0, least - 1)},{'' if most is None else most - 1}}}"
+        more = "" if most == 1 else f"({quoted(self._style.comma)} {item}){counted}"  # no range may end with 0
         return self._rules.rule(f'"[" {f"{item} {more}" if least else f"({item} {more})?"} "]"')
 
     def _anything(self, kind: str) -> str:
