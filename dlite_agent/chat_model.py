@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import queue
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LanguageModelInput
@@ -246,7 +245,10 @@ class ChatDLite(BaseChatModel, GenerationSettings):
         **kwargs: Any,
     ) -> ChatResult:
         calls = self._calls(messages, stop, kwargs)
-        replies = [[chunk async for chunk in self._achunks(call)] for call in reversed(calls)]
+        replies = []
+        for call in reversed(calls):
+            async with await self._deliver(call) as chunks:
+                replies.append([chunk async for chunk in chunks])
         return _result(generate_from_stream(iter(chunks)) for chunks in replies)
 
     def _stream(
@@ -265,7 +267,7 @@ class ChatDLite(BaseChatModel, GenerationSettings):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        async with aclosing(self._achunks(self._only_call(messages, stop, kwargs))) as chunks:
+        async with await self._deliver(self._only_call(messages, stop, kwargs)) as chunks:
             async for chunk in chunks:
                 yield chunk
 
@@ -284,27 +286,11 @@ class ChatDLite(BaseChatModel, GenerationSettings):
             while kind == "item":  # the session is free once the job has ended
                 kind, _ = events.get()
 
-    async def _achunks(self, call: Call) -> AsyncGenerator[ChatGenerationChunk]:
-        loop = asyncio.get_running_loop()
-        runtime = await loop.run_in_executor(None, lambda: self.runtime)
-        events: asyncio.Queue[tuple[str, object]] = asyncio.Queue()
-
-        def deliver(kind: str, value: object) -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(events.put_nowait, (kind, value))
-
-        job = self._submit(runtime, call, deliver)
-        kind = "item"
-        try:
-            while kind == "item":
-                kind, value = await events.get()
-                job.taken()
-                if kind != "done":
-                    yield _chunk(value)
-        finally:
-            job.cancel()
-            while kind == "item":  # the session is free once the job has ended
-                kind, _ = await events.get()
+    async def _deliver(self, call: Call) -> _Delivery:
+        runtime = await asyncio.get_running_loop().run_in_executor(None, lambda: self.runtime)
+        delivery = _Delivery()
+        delivery.job = self._submit(runtime, call, delivery.put)
+        return delivery
 
     @property
     def runtime(self) -> Runtime:
@@ -336,6 +322,46 @@ class ChatDLite(BaseChatModel, GenerationSettings):
     def _only_call(self, messages: list[BaseMessage], stop: Any, kwargs: dict[str, Any]) -> Call:
         refuse_several(self, kwargs)
         return self._calls(messages, stop, kwargs)[0]
+
+
+class _Delivery:
+    """Carries the chunks of a job to a task of the running loop; left early, it cancels the job and waits for its end.
+
+    It is no generator: a loop that ends closes all of these at once, and one that is being closed cannot be closed by
+    what iterates over it.
+    """
+
+    job: Job[ChatGenerationChunk]
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[tuple[str, object]] = asyncio.Queue()
+        self._has_ended = False
+
+    def put(self, kind: str, value: object) -> None:
+        """Take what the job delivers, on its thread."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._events.put_nowait, (kind, value))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> ChatGenerationChunk:
+        kind, value = await self._events.get()
+        self.job.taken()
+        self._has_ended = kind != "item"
+        if kind == "done":
+            raise StopAsyncIteration
+        return _chunk(value)
+
+    async def __aexit__(self, *error: object) -> None:
+        self.job.cancel()
+        while not self._has_ended:  # the session is free once the job has ended
+            kind, _ = await self._events.get()
+            self._has_ended = kind != "item"
 
 
 def _result(replies: Iterable[ChatResult]) -> ChatResult:
