@@ -313,7 +313,8 @@ def test_what_a_dialect_has_no_grammar_for_is_refused_with_its_path(
 def test_a_list_may_be_bounded_to_one_item(kit: Kit, dialect: Dialect, least: int) -> None:
     items = {"type": "array", "items": {"type": "array", "items": {"type": "integer"}, "maxItems": 1}}
     schema = {"type": "object", "properties": {"a": {**items, "minItems": least, "maxItems": 1}}, "required": ["a"]}
-    for value in ([], [[]], [[1]], [[1, 2]], [[1], [2]]):
+    values: list[list[list[int]]] = [[], [[]], [[1]], [[1, 2]], [[1], [2]]]
+    for value in values:
         text = dialect.write([("t", {"a": value})], {"t": schema})
         constraint = kit.factory.tool_call([tool("t", schema)], choice="any", dialect=dialect)
         if Draft202012Validator(schema).is_valid({"a": value}):
