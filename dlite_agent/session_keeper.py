@@ -20,7 +20,7 @@ from dlite_agent.engine.kv_codec import TensorBytes, append_block, block_bytes, 
 from dlite_agent.engine.state import Ids, TargetState, common_prefix
 from dlite_agent.engine.target import Target
 from dlite_agent.errors import FencedError, SessionError
-from dlite_agent.sessions.keys import DIGEST_BYTES, chain_blocks, chain_next, chain_root, ids_to_bytes
+from dlite_agent.sessions.keys import DIGEST_BYTES, SessionName, chain_blocks, chain_next, chain_root, ids_to_bytes
 from dlite_agent.sessions.records import Block, BlockRef, SideRow, Snapshot
 from dlite_agent.sessions.store import Lease, SessionStore
 
@@ -111,13 +111,16 @@ class SessionKeeper:
         self._in_use: dict[int, LiveSession] = {}
         self._lock = threading.Lock()
 
-    def checkout(self, key: str, *, is_stored: bool, snapshot_id: str | None = None) -> LiveSession:
+    def checkout(
+        self, key: str, *, is_stored: bool, snapshot_id: str | None = None, name: SessionName | None = None
+    ) -> LiveSession:
         """Take a session for one call; a second call on the same key meanwhile gets a state of its own.
 
         Args:
             key: A `sessions.keys.session_id`, or a name for a session that is not stored.
             is_stored: Whether the session persists.
             snapshot_id: The snapshot a message names, for forks and time travel; the head's otherwise.
+            name: What people call the session, for `dlite-agent sessions`; `key` is a hash of it.
         """
         with self._lock:
             live = self._idle.pop(key, None)
@@ -129,7 +132,7 @@ class SessionKeeper:
             self._in_use[id(live)] = live
         if sid is not None:
             try:
-                self._take_lease(live, sid)
+                self._take_lease(live, sid, name)
                 self._find_snapshot(live, snapshot_id)
             except SessionError:
                 self.checkin(key, live)  # the store failed, not what is in RAM
@@ -217,11 +220,11 @@ class SessionKeeper:
             live.refs, live.ref_ids = [], np.empty(0, dtype=np.int32)
         return Committed(report.snapshot_id, report.bytes_written)
 
-    def _take_lease(self, live: LiveSession, sid: str) -> None:
+    def _take_lease(self, live: LiveSession, sid: str, name: SessionName | None) -> None:
         assert self.store is not None
         live.sid = sid
         if live.lease is None:
-            live.lease = self.store.acquire(sid)
+            live.lease = self.store.acquire(sid, name=name)
 
     def _find_snapshot(self, live: LiveSession, snapshot_id: str | None) -> None:
         """Learn the session's ids and blocks from the snapshot a message names, or from the head's."""

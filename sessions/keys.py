@@ -194,6 +194,46 @@ def is_snapshot_id(text: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
+class SessionName:
+    """What people call a session; its keys only hold a hash of it.
+
+    Attributes:
+        thread_id: The LangGraph thread, any text.
+        namespace: The checkpoint namespace inside it, without per-step task ids: an agent's calls are made in the
+            namespace of the node that makes them, for example "model".
+    """
+
+    thread_id: str
+    namespace: str = ""
+
+    @property
+    def sid(self) -> str:
+        """The `session_id`."""
+        return session_id(self.thread_id, self.namespace)
+
+
+@dataclass(frozen=True, slots=True)
+class KeyParts:
+    """What a key says.
+
+    Attributes:
+        kind: One of `KINDS`, or "unknown".
+        target: Of a block or side record: the `fingerprint_hash`.
+        chain: Of a block or side record.
+        position: Of a side record.
+        sid: Of a head or snapshot; of a checkpoint key its `thread_hash`.
+        snapshot_id: Of a snapshot.
+    """
+
+    kind: str
+    target: bytes = b""
+    chain: bytes = b""
+    position: int = 0
+    sid: str = ""
+    snapshot_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Keys:
     """Builds every key of one tenant.
 
@@ -250,6 +290,17 @@ class Keys:
         """Name the kind of one of the tenant's keys: one of `KINDS`, or "unknown"."""
         match = _KIND_OF_KEY.fullmatch(key.removeprefix(f"{self.prefix}:".encode()))
         return (match.lastgroup if match else None) or "unknown"
+
+    def parse(self, key: bytes) -> KeyParts:
+        """Read one of the tenant's keys."""
+        kind = self.kind(key)
+        if kind == "unknown":
+            return KeyParts(kind)
+        parts = key.removeprefix(f"{self.prefix}:".encode()).decode().split(":")
+        if kind in ("block", "side"):
+            position = int(parts[3]) if kind == "side" else 0
+            return KeyParts(kind, target=bytes.fromhex(parts[1]), chain=bytes.fromhex(parts[2]), position=position)
+        return KeyParts(kind, sid=parts[0].strip("{}"), snapshot_id=parts[2] if kind == "snapshot" else "")
 
     def _session(self, sid: str) -> str:
         if not _HEX_32.fullmatch(sid):

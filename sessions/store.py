@@ -8,7 +8,7 @@ expire. Whatever is missing, damaged or foreign when read is a miss: the caller 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, TypeVar
@@ -17,20 +17,24 @@ import redis
 
 from dlite_agent.errors import ConfigError, FencedError, RecordError
 from dlite_agent.sessions.client import check_replies, is_wrong_type, require_binary, translated
-from dlite_agent.sessions.keys import Keys, fingerprint_hash, is_snapshot_id
+from dlite_agent.sessions.keys import Keys, SessionName, fingerprint_hash, is_snapshot_id
 from dlite_agent.sessions.records import Block, ForeignRecordError, RecordCodec, SideRow, Snapshot
+from dlite_agent.sessions.writing import RecordWriter, Write
 
 DEFAULT_TTL_S = 7 * 24 * 3600
 BLOCK_TTL_FACTOR = 2
 """Blocks outlive the sessions that point at them by this factor."""
 
 _READ_BLOCKS = 16
-_WRITE_BYTES = 16 * 2**20
 _SCAN_COUNT = 1000
+_MAX_NAME = 1024  # characters of a thread id or namespace that a head keeps
 
-# KEYS: head. ARGV: ttl. Any earlier lease is stale from now on.
+# KEYS: head. ARGV: ttl, then thread id and namespace if known. Any earlier lease is stale from now on.
 _ACQUIRE = """
 local fence = redis.call('HINCRBY', KEYS[1], 'fence', 1)
+if ARGV[2] then
+  redis.call('HSET', KEYS[1], 'thread', ARGV[2], 'namespace', ARGV[3])
+end
 redis.call('EXPIRE', KEYS[1], ARGV[1])
 local head = redis.call('HMGET', KEYS[1], 'version', 'snapshot')
 return {fence, tonumber(head[1] or '0'), head[2]}
@@ -137,13 +141,6 @@ class Counters:
     fenced: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Write:
-    key: str
-    record: bytes
-    replaces: bool = False
-
-
 class SessionStore:
     """Keeps sessions of one tenant in Redis. Safe to share between threads.
 
@@ -172,24 +169,25 @@ class SessionStore:
         self.keys = Keys(tenant)
         self.codec = RecordCodec(secret)
         self.counters = Counters()
-        self._ttl_s = ttl_s
-        self._block_ttl_s = ttl_s * BLOCK_TTL_FACTOR
+        self.ttl_s = ttl_s
+        self.block_ttl_s = ttl_s * BLOCK_TTL_FACTOR
         self._acquire = client.register_script(_ACQUIRE)
         self._commit = client.register_script(_COMMIT)
-        self._damaged: set[str] = set()
+        self.writer = RecordWriter(client)
         self._lock = threading.Lock()
 
-    def acquire(self, sid: str) -> Lease:
+    def acquire(self, sid: str, *, name: SessionName | None = None) -> Lease:
         """Take a session over; every earlier lease is stale from now on.
 
         Args:
             sid: A `session_id`.
+            name: What people call it, kept in the head for `dlite-agent sessions`; None leaves the head's as it is.
 
         Returns:
             The lease, with the snapshot the session is at (None if it is new).
         """
         with translated("acquiring the session"):
-            fence, version, snapshot = self._acquire(keys=[self.keys.head(sid)], args=[self._ttl_s])
+            fence, version, snapshot = self._acquire(keys=[self.keys.head(sid)], args=[self.ttl_s, *name_fields(name)])
         return Lease(sid, int(fence), int(version), snapshot.decode() if snapshot else None)
 
     def head(self, sid: str) -> Lease | None:
@@ -221,7 +219,7 @@ class SessionStore:
             self._count(misses=1)
             return None
         key = self.keys.snapshot(sid, snapshot_id)
-        (record,) = self._read([key], ttl_s=self._ttl_s)
+        (record,) = self._read([key], ttl_s=self.ttl_s)
         return self._checked(key, record, unpack=partial(self.codec.unpack_snapshot, snapshot_id=snapshot_id))
 
     def get_blocks(self, fingerprint: str, chains: Sequence[bytes]) -> Iterator[Block | None]:
@@ -240,7 +238,7 @@ class SessionStore:
         for start in range(0, len(chains), _READ_BLOCKS):
             some = chains[start : start + _READ_BLOCKS]
             keys = [self.keys.block(target, chain) for chain in some]
-            for key, chain, record in zip(keys, some, self._read(keys, ttl_s=self._block_ttl_s), strict=True):
+            for key, chain, record in zip(keys, some, self._read(keys, ttl_s=self.block_ttl_s), strict=True):
                 unpack = partial(self.codec.unpack_block, fingerprint=fingerprint, chain=chain)
                 yield self._checked(key, record, unpack=unpack)
 
@@ -256,7 +254,7 @@ class SessionStore:
             The row, or None if it is missing, damaged or foreign (see `counters`).
         """
         key = self.keys.side(fingerprint_hash(fingerprint), chain, position)
-        (record,) = self._read([key], ttl_s=self._block_ttl_s)
+        (record,) = self._read([key], ttl_s=self.block_ttl_s)
         unpack = partial(self.codec.unpack_side, fingerprint=fingerprint, chain=chain, position=position)
         return self._checked(key, record, unpack=unpack)
 
@@ -285,11 +283,11 @@ class SessionStore:
         self._check_commit(snapshot, blocks=blocks, pivot=pivot)
         snapshot_id = snapshot.snapshot_id
         record = self.codec.pack_snapshot(snapshot)
-        sizes = self._store(self._block_writes(snapshot.fingerprint, blocks), self._block_ttl_s)
+        sizes = self.writer.write(self._block_writes(snapshot.fingerprint, blocks), self.block_ttl_s)
         missing = self._keep_blocks(snapshot, {block.chain for block in blocks})
         num_bytes = sum(sizes)
-        num_bytes += sum(self._store(self._pivot_writes(snapshot.fingerprint, pivot), self._block_ttl_s))
-        num_bytes += sum(self._store([_Write(self.keys.snapshot(lease.sid, snapshot_id), record)], self._ttl_s))
+        num_bytes += sum(self.writer.write(self._pivot_writes(snapshot.fingerprint, pivot), self.block_ttl_s))
+        num_bytes += sum(self.writer.write([Write(self.keys.snapshot(lease.sid, snapshot_id), record)], self.ttl_s))
         self._count(bytes_written=num_bytes)
         status, version = self._move_head(lease, snapshot_id)
         return CommitReport(
@@ -313,8 +311,8 @@ class SessionStore:
         blocks = [self.keys.block(target, ref.chain) for ref in snapshot.blocks]
         if snapshot.pivot:
             blocks.append(self.keys.side(target, snapshot.blocks[-1].chain, snapshot.num_kv - 1))
-        self._expire(blocks, self._block_ttl_s)
-        self._expire([self.keys.snapshot(sid, snapshot.snapshot_id), self.keys.head(sid)], self._ttl_s)
+        self.writer.expire(blocks, self.block_ttl_s)
+        self.writer.expire([self.keys.snapshot(sid, snapshot.snapshot_id), self.keys.head(sid)], self.ttl_s)
 
     def delete_session(self, sid: str) -> int:
         """Remove a session's head and snapshots at once.
@@ -372,11 +370,11 @@ class SessionStore:
             found = unpack(record)
         except ForeignRecordError:
             self._count(foreign=1)
-            self._damaged.add(key)
+            self.writer.damaged.add(key)
             return None
         except RecordError:
             self._count(corrupt=1)
-            self._damaged.add(key)
+            self.writer.damaged.add(key)
             return None
         self._count(hits=1, bytes_read=len(record))
         return found
@@ -397,66 +395,30 @@ class SessionStore:
         chains = [ref.chain for ref in snapshot.blocks if ref.chain not in given]
         target = fingerprint_hash(snapshot.fingerprint)
         keys = [self.keys.block(target, chain) for chain in chains]
-        there = self._expire(keys, self._block_ttl_s)
+        there = self.writer.expire(keys, self.block_ttl_s)
         return tuple(
             chain
             for chain, key, is_there in zip(chains, keys, there, strict=True)
-            if not is_there or key in self._damaged
+            if not is_there or key in self.writer.damaged
         )
 
-    def _store(self, writes: Iterable[_Write], ttl_s: int) -> list[int]:
-        """Write the records that are not there yet and extend the others; return the bytes written for each."""
-        sizes: list[int] = []
-        for batch in _batches(writes):
-            written = dict.fromkeys((write.key for write in batch), 0)
-            pending = batch
-            while pending:  # more than once only if a record expires just now
-                for write in self._set_new(pending, ttl_s):
-                    written[write.key] = len(write.record)
-                old = [write for write in pending if not written[write.key]]
-                there = self._expire([write.key for write in old], ttl_s)
-                pending = [write for write, is_there in zip(old, there, strict=True) if not is_there]
-            sizes.extend(written[write.key] for write in batch)
-        return sizes
-
-    def _set_new(self, writes: Sequence[_Write], ttl_s: int) -> list[_Write]:
-        with translated("writing records"):
-            pipe = self.client.pipeline(transaction=False)
-            for write in writes:
-                pipe.set(write.key, write.record, ex=ttl_s, nx=not (write.replaces or write.key in self._damaged))
-            replies = pipe.execute(raise_on_error=False)
-            check_replies(replies)
-        new = [write for write, reply in zip(writes, replies, strict=True) if reply]
-        self._damaged.difference_update(write.key for write in new)
-        return new
-
-    def _expire(self, keys: Sequence[str], ttl_s: int) -> list[bool]:
-        """Extend the lives of keys; say for each whether it is there."""
-        with translated("extending the lives of records"):
-            pipe = self.client.pipeline(transaction=False)
-            for key in keys:
-                pipe.expire(key, ttl_s)
-            replies = pipe.execute(raise_on_error=False)
-            check_replies(replies)
-        return [bool(reply) for reply in replies]
-
-    def _block_writes(self, fingerprint: str, blocks: Sequence[Block]) -> Iterator[_Write]:
+    def _block_writes(self, fingerprint: str, blocks: Sequence[Block]) -> Iterator[Write]:
         target = fingerprint_hash(fingerprint)
         for block in blocks:
             record = self.codec.pack_block(fingerprint, block)
-            yield _Write(self.keys.block(target, block.chain), record)
+            yield Write(self.keys.block(target, block.chain), record)
 
-    def _pivot_writes(self, fingerprint: str, pivot: SideRow | None) -> Iterator[_Write]:
+    def _pivot_writes(self, fingerprint: str, pivot: SideRow | None) -> Iterator[Write]:
         if pivot is not None:
             key = self.keys.side(fingerprint_hash(fingerprint), pivot.chain, pivot.position)
             # replaces: a drafter that looks at other layers needs another row of the same position
-            yield _Write(key, self.codec.pack_side(fingerprint, pivot), replaces=True)
+            yield Write(key, self.codec.pack_side(fingerprint, pivot), replaces=True)
 
     def _move_head(self, lease: Lease, snapshot_id: str) -> tuple[CommitStatus, int]:
         nonce = f"{snapshot_id}:{lease.fence}:{lease.version}"
         with translated("moving the session's head"):
             answer, number = self._commit(
-                keys=[self.keys.head(lease.sid)], args=[lease.fence, lease.version, nonce, snapshot_id, self._ttl_s]
+                keys=[self.keys.head(lease.sid)], args=[lease.fence, lease.version, nonce, snapshot_id, self.ttl_s]
             )
         status = answer.decode()
         self._count(**{status: 1})
@@ -473,14 +435,8 @@ class SessionStore:
                 setattr(self.counters, name, getattr(self.counters, name) + amount)
 
 
-def _batches(writes: Iterable[_Write]) -> Iterator[list[_Write]]:
-    batch: list[_Write] = []
-    num_bytes = 0
-    for write in writes:
-        batch.append(write)
-        num_bytes += len(write.record)
-        if num_bytes >= _WRITE_BYTES:
-            yield batch
-            batch, num_bytes = [], 0
-    if batch:
-        yield batch
+def name_fields(name: SessionName | None) -> list[bytes]:
+    """Write a name as a head keeps it: thread id and namespace, the ends of long ones cut off; nothing for None."""
+    if name is None:
+        return []
+    return [text[:_MAX_NAME].encode("utf-8", "surrogatepass") for text in (name.thread_id, name.namespace)]
