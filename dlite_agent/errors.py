@@ -22,6 +22,10 @@
     |   |-- StoreFullError          Redis or its disk has no room
     |   |-- FencedError             another worker has taken the session over
     |   |-- RecordError             a stored record is damaged, foreign or too large
+    |   |-- UnknownSessionError     there is no such session or snapshot
+    |   |-- SessionExistsError      the name of a new session is taken
+    |   |-- SessionFileError        an exported session is damaged, truncated or not readable
+    |   |   `-- ForeignFileError    an exported session of another tenant, secret, target or version
     |   `-- ServerStartError        the embedded server did not start
     `-- MissingDependencyError      an optional extra is not installed
 
@@ -117,6 +121,22 @@ class FencedError(SessionError):
 
 class RecordError(SessionError, ValueError):
     """A stored record is damaged, foreign or too large."""
+
+
+class UnknownSessionError(SessionError, LookupError):
+    """There is no session or snapshot of this name."""
+
+
+class SessionExistsError(SessionError):
+    """A new session would take the name of one that exists."""
+
+
+class SessionFileError(SessionError, ValueError):
+    """A file that should hold an exported session is damaged, truncated or not readable."""
+
+
+class ForeignFileError(SessionFileError):
+    """An exported session is of another tenant, secret, target or version."""
 
 
 class ServerStartError(SessionError):

@@ -254,29 +254,29 @@ class RecordCodec:
         name = _Name(_SNAPSHOT, fingerprint_hash(snapshot.fingerprint), digest)
         return self._pack(name, _Body(round(snapshot.created_at * 1e6), "uint8", (len(payload),), payload, digest))
 
-    def unpack_block(self, data: bytes, *, fingerprint: str, chain: bytes) -> Block:
+    def unpack_block(self, data: bytes, *, fingerprint: str | bytes, chain: bytes) -> Block:
         """Read a block and check everything about it.
 
         Args:
             data: A record; the block's payload is a view of it.
-            fingerprint: The target the block must be of.
+            fingerprint: The target the block must be of, or its `fingerprint_hash`.
             chain: The chain the block must end at.
 
         Raises:
             ForeignRecordError: If the record is another one than was asked for.
             RecordError: If the record is damaged.
         """
-        body = self._unpack(data, _Name(_BLOCK, fingerprint_hash(fingerprint), chain))
+        body = self._unpack(data, _Name(_BLOCK, _target(fingerprint), chain))
         block = Block(chain, body.count, body.dtype, body.shape, body.payload)
         _check_digest(block.digest, body.digest)
         return block
 
-    def unpack_side(self, data: bytes, *, fingerprint: str, chain: bytes, position: int) -> SideRow:
+    def unpack_side(self, data: bytes, *, fingerprint: str | bytes, chain: bytes, position: int) -> SideRow:
         """Read a hidden row and check everything about it.
 
         Args:
             data: A record; the row's payload is a view of it.
-            fingerprint: The target the row must be of.
+            fingerprint: The target the row must be of, or its `fingerprint_hash`.
             chain: The chain of the block the row ends.
             position: The position the row must be of.
 
@@ -284,7 +284,7 @@ class RecordCodec:
             ForeignRecordError: If the record is another one than was asked for.
             RecordError: If the record is damaged.
         """
-        body = self._unpack(data, _Name(_SIDE, fingerprint_hash(fingerprint), chain))
+        body = self._unpack(data, _Name(_SIDE, _target(fingerprint), chain))
         if body.count != position:
             raise ForeignRecordError(f"the row is of position {body.count}; expected {position}")
         row = SideRow(chain, position, body.dtype, body.shape, body.payload)
@@ -346,6 +346,10 @@ class RecordCodec:
 
     def _seal(self, header: bytes) -> bytes:
         return hashlib.blake2b(header, digest_size=_SEAL_BYTES, key=self.secret, person=b"seal").digest()
+
+
+def _target(fingerprint: str | bytes) -> bytes:
+    return fingerprint if isinstance(fingerprint, bytes) else fingerprint_hash(fingerprint)
 
 
 def _digest(payload: bytes | memoryview) -> bytes:

@@ -383,6 +383,31 @@ class RedisSaver(BaseCheckpointSaver[str]):
             pipe.expire(thread.index, self._ttl_s)
 
 
+def thread_of_record(record: bytes) -> str:
+    """Read the thread id that a thread's data key holds in its field `t`.
+
+    Raises:
+        RecordError: If it is damaged.
+    """
+    try:
+        return _decode(record)
+    except ValueError as error:
+        raise RecordError(f"a thread's name cannot be read: {error}") from error
+
+
+def namespace_of_name(name: bytes) -> str:
+    """Read a checkpoint's namespace, without per-step task ids, from its name in a thread's index.
+
+    Raises:
+        RecordError: If it is damaged.
+    """
+    try:
+        namespace = _decode(_checkpoint_parts(name)[0])
+    except (ValueError, struct.error) as error:
+        raise RecordError(f"a checkpoint's name cannot be read: {error}") from error
+    return "|".join(part.split(":")[0] for part in namespace.split("|"))
+
+
 def _where(config: RunnableConfig) -> dict[str, Any]:
     return config.get("configurable", {})
 

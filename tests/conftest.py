@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
 from dlite_agent.engine.target import Target
+from dlite_agent.sessions.keys import SessionName, chain_blocks, chain_root, ids_to_bytes
+from dlite_agent.sessions.records import Block, SideRow, Snapshot
+from dlite_agent.sessions.store import SessionStore
 from dlite_agent.testing import tiny_target
 
 
@@ -49,3 +53,40 @@ def command_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DLITE_OFFLINE", "1")
     monkeypatch.setenv("DLITE_THREADS", "1")
     monkeypatch.setenv("COLUMNS", "200")
+
+
+Committer = Callable[..., Snapshot]
+
+
+@pytest.fixture
+def commit_turn() -> Committer:
+    """Commits a turn of a named session, as a worker would: snapshot, blocks of its new tokens, pivot row."""
+
+    def commit(
+        store: SessionStore,
+        name: SessionName,
+        tokens: Sequence[int],
+        counts: Sequence[int],
+        *,
+        target: str = "target",
+        is_named: bool = True,
+    ) -> Snapshot:
+        lease = store.acquire(name.sid, name=name if is_named else None)
+        chains = chain_blocks(chain_root(target, store.codec.secret), tokens, counts)
+        blocks = [
+            Block(chain, n, "float32", (2, n, 8), os.urandom(64 * n)) for chain, n in zip(chains, counts, strict=True)
+        ]
+        num_kv = sum(counts)
+        snapshot = Snapshot(
+            parent=lease.snapshot,
+            fingerprint=target,
+            ids=ids_to_bytes(tokens),
+            num_kv=num_kv,
+            blocks=tuple(block.ref() for block in blocks),
+            pivot=True,
+        )
+        pivot = SideRow(chains[-1], num_kv - 1, "float32", (5, 8), os.urandom(160))
+        assert store.commit(lease, snapshot, blocks=blocks, pivot=pivot).status == "committed"
+        return snapshot
+
+    return commit

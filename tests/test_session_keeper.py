@@ -16,7 +16,8 @@ from dlite_agent.engine.request import Request
 from dlite_agent.engine.target import Target
 from dlite_agent.session_keeper import LiveSession, Reuse, SessionKeeper
 from dlite_agent.sessions.embedded import EmbeddedServer
-from dlite_agent.sessions.keys import KINDS, session_id
+from dlite_agent.sessions.inventory import take_inventory
+from dlite_agent.sessions.keys import KINDS, SessionName, session_id
 from dlite_agent.sessions.store import SessionStore
 from dlite_agent.testing import tiny_target
 
@@ -206,6 +207,16 @@ def test_a_stale_worker_is_fenced_and_goes_on(llama: Target, store: SessionStore
     tokens, _, _, snapshot_id = turn(stale, [1, 2, 3, 4])
     assert snapshot_id is not None
     assert tokens == cold(llama, [1, 2, 3, 4])
+
+
+def test_a_session_is_stored_under_the_name_its_caller_gives(llama: Target, store: SessionStore) -> None:
+    name = SessionName("thread")
+    assert name.sid == KEY
+    warm = keeper(llama, store)
+    warm.checkin(KEY, warm.checkout(KEY, is_stored=True, name=name))
+    turn(warm, PROMPT)
+    (info,) = take_inventory(store).sessions
+    assert (info.sid, info.name, info.num_turns) == (KEY, name, 1)
 
 
 def test_nothing_of_a_drafter_is_stored(llama: Target, store: SessionStore) -> None:
