@@ -17,6 +17,7 @@ from dlite_agent.arguments import positive
 from dlite_agent.bench.commands import add_bench
 from dlite_agent.config import Settings
 from dlite_agent.errors import DLiteError
+from dlite_agent.session_commands import add_sessions
 from dlite_agent.train.commands import add_training
 
 DEFAULT_MODEL = "qwen2.5-coder-1.5b"
@@ -60,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_run(commands)
     _add_demo(commands)
     _add_drafter(commands)
+    add_sessions(commands)
     add_bench(commands)
     add_training(commands)
     return parser
