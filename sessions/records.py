@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dlite_agent.errors import RecordError
+from dlite_agent.sessions.codecs import CodecName, check_codec, decode, encode, is_readable
 from dlite_agent.sessions.keys import (
     DIGEST_BYTES,
     chain_blocks,
@@ -52,7 +53,6 @@ DTYPE_BYTES = {
 
 _DTYPES = tuple(DTYPE_BYTES)
 _MAGIC = b"DLR1"
-_RAW_CODEC = 0
 _BLOCK, _SIDE, _SNAPSHOT = 1, 2, 3
 # magic, schema, kind, codec, dtype, dims | count | fingerprint | echoed chain | shape | payload length | payload digest
 _HEADER = struct.Struct(f"<4sBBBBB3xQ16s{DIGEST_BYTES}s{MAX_DIMS}IQ{DIGEST_BYTES}s")
@@ -225,12 +225,15 @@ class RecordCodec:
 
     Attributes:
         secret: Key of the seal, at most 64 bytes; b"" seals without a key.
+        codec: How the elements of blocks and side rows are written; any codec is read.
     """
 
     secret: bytes = field(default=b"", repr=False)
+    codec: CodecName = "raw"
 
     def __post_init__(self) -> None:
         check_secret(self.secret)
+        check_codec(self.codec)
 
     def pack_block(self, fingerprint: str, block: Block) -> bytes:
         """Write a block as one record."""
@@ -316,13 +319,15 @@ class RecordCodec:
             raise RecordError("the snapshot's blocks do not follow from its token ids, fingerprint and secret")
 
     def _pack(self, name: _Name, body: _Body) -> bytes:
+        wanted: CodecName = "raw" if name.kind == _SNAPSHOT else self.codec
+        codec, stored = encode(wanted, body.payload, item_bytes=DTYPE_BYTES[body.dtype])
         header = _HEADER.pack(
-            *(_MAGIC, SCHEMA_VERSION, name.kind, _RAW_CODEC, _DTYPES.index(body.dtype), len(body.shape)),
+            *(_MAGIC, SCHEMA_VERSION, name.kind, codec, _DTYPES.index(body.dtype), len(body.shape)),
             *(body.count, name.fingerprint, name.echo),
             *(*body.shape, *[0] * (MAX_DIMS - len(body.shape))),
-            *(memoryview(body.payload).nbytes, body.digest),
+            *(memoryview(stored).nbytes, body.digest),
         )
-        return b"".join((header, self._seal(header), body.payload))
+        return b"".join((header, self._seal(header), stored))
 
     def _unpack(self, data: bytes, expected: _Name) -> _Body:
         if len(data) < _HEADER_BYTES:
@@ -335,14 +340,18 @@ class RecordCodec:
             raise RecordError(f"the record starts with {magic!r}; expected {_MAGIC!r}")
         if data[_HEADER.size : _HEADER_BYTES] != self._seal(header):
             raise RecordError("the record's header does not match its seal")
-        if (schema, codec) != (SCHEMA_VERSION, _RAW_CODEC) or dtype >= len(_DTYPES) or num_dims > MAX_DIMS:
-            raise ForeignRecordError(f"the record has schema {schema}, codec {codec}, dtype {dtype}: another version's")
+        if schema != SCHEMA_VERSION or dtype >= len(_DTYPES) or num_dims > MAX_DIMS:
+            raise ForeignRecordError(f"the record has schema {schema}, dtype {dtype}: another version's")
+        if not is_readable(codec):
+            raise ForeignRecordError(f"the record has codec {codec}, which this installation does not read")
         if (kind, echo) != (expected.kind, expected.echo) or expected.fingerprint not in (None, fingerprint):
             raise ForeignRecordError("the record is of another kind, target or chain than was asked for")
-        payload = memoryview(data)[_HEADER_BYTES:]
-        if len(payload) != length:
-            raise RecordError(f"the record's payload has {len(payload)} bytes; expected {length}")
-        return _Body(count, _DTYPES[dtype], shape[:num_dims], payload, digest)
+        stored = memoryview(data)[_HEADER_BYTES:]
+        if len(stored) != length:
+            raise RecordError(f"the record's payload has {len(stored)} bytes; expected {length}")
+        name, shape = _DTYPES[dtype], shape[:num_dims]
+        payload = decode(codec, stored, item_bytes=DTYPE_BYTES[name], shape=shape, max_bytes=MAX_RECORD_BYTES)
+        return _Body(count, name, shape, payload, digest)
 
     def _seal(self, header: bytes) -> bytes:
         return hashlib.blake2b(header, digest_size=_SEAL_BYTES, key=self.secret, person=b"seal").digest()

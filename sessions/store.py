@@ -17,6 +17,7 @@ import redis
 
 from dlite_agent.errors import ConfigError, FencedError, RecordError
 from dlite_agent.sessions.client import check_replies, is_wrong_type, require_binary, translated
+from dlite_agent.sessions.codecs import CodecName
 from dlite_agent.sessions.keys import Keys, SessionName, fingerprint_hash, is_snapshot_id
 from dlite_agent.sessions.records import Block, ForeignRecordError, RecordCodec, SideRow, Snapshot
 from dlite_agent.sessions.writing import RecordWriter, Write
@@ -149,7 +150,13 @@ class SessionStore:
     """
 
     def __init__(
-        self, client: redis.Redis, *, tenant: str = "default", secret: bytes = b"", ttl_s: int = DEFAULT_TTL_S
+        self,
+        client: redis.Redis,
+        *,
+        tenant: str = "default",
+        secret: bytes = b"",
+        ttl_s: int = DEFAULT_TTL_S,
+        codec: CodecName = "raw",
     ) -> None:
         """Make a store over a client.
 
@@ -158,16 +165,19 @@ class SessionStore:
             tenant: Tenants never see each other's sessions or blocks.
             secret: Keys chains and seals, at most 64 bytes; b"" leaves them unkeyed.
             ttl_s: Seconds a session lives after its last use; its blocks live twice as long.
+            codec: How blocks are written: "raw", or "zstd" for about 15 % (float32) or 30 % (bfloat16) less memory and
+                slower commits and restores. Stores of one tenant may differ in it.
 
         Raises:
             ConfigError: If an argument cannot work.
+            MissingDependencyError: If the codec's library is not installed.
         """
         require_binary(client)
         if ttl_s < 1:
             raise ConfigError(f"ttl_s is {ttl_s}; expected at least one second")
         self.client = client
         self.keys = Keys(tenant)
-        self.codec = RecordCodec(secret)
+        self.codec = RecordCodec(secret, codec)
         self.counters = Counters()
         self.ttl_s = ttl_s
         self.block_ttl_s = ttl_s * BLOCK_TTL_FACTOR

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import pickle
 import re
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlite_agent.errors import ConfigError, RecordError
+from dlite_agent.errors import ConfigError, MissingDependencyError, RecordError
 from dlite_agent.sessions import keys as keys_module
+from dlite_agent.sessions.codecs import CodecName
 from dlite_agent.sessions.keys import (
     KINDS,
     Keys,
@@ -26,6 +27,8 @@ from dlite_agent.sessions.keys import (
     thread_hash,
 )
 from dlite_agent.sessions.records import (
+    _HEADER,
+    _HEADER_BYTES,
     DTYPE_BYTES,
     MAX_RECORD_BYTES,
     Block,
@@ -133,12 +136,91 @@ def test_blocks_and_rows_come_back_as_they_were(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=8)))
     size = int(np.prod(shape)) * DTYPE_BYTES[dtype]
     payload = data.draw(st.binary(min_size=size, max_size=size))
-    codec = RecordCodec(data.draw(st.binary(max_size=64)))
+    codec = RecordCodec(data.draw(st.binary(max_size=64)), data.draw(st.sampled_from(get_args(CodecName))))
     block = Block(CHAIN, data.draw(st.integers(1, 2**32 - 1)), dtype, shape, memoryview(payload))
     assert codec.unpack_block(codec.pack_block("target", block), fingerprint="target", chain=CHAIN) == block
     row = SideRow(CHAIN, data.draw(st.integers(0, 2**63 - 1)), dtype, shape, payload)
     record = codec.pack_side("target", row)
     assert codec.unpack_side(record, fingerprint="target", chain=CHAIN, position=row.position) == row
+
+
+def smooth_block(num_items: int = 4096) -> Block:
+    rows = (1 + np.arange(num_items, dtype=np.float32) / num_items).tobytes()
+    return Block(CHAIN, 3, "float32", (num_items,), rows)
+
+
+def test_compressed_rows_are_smaller_and_the_same_for_every_reader() -> None:
+    block = smooth_block()
+    raw, packed = (RecordCodec(b"s", codec).pack_block("target", block) for codec in get_args(CodecName))
+    assert len(packed) < 0.8 * len(raw)
+    for codec in get_args(CodecName):
+        found = RecordCodec(b"s", codec).unpack_block(packed, fingerprint="target", chain=CHAIN)
+        assert found == block
+        assert found.ref() == block.ref()
+
+
+def test_rows_that_do_not_shrink_are_stored_as_they_are() -> None:
+    block = Block(CHAIN, 3, "float32", (64,), np.random.default_rng(0).bytes(256))
+    assert RecordCodec(codec="zstd").pack_block("target", block) == RecordCodec().pack_block("target", block)
+
+
+def test_snapshots_are_never_compressed() -> None:
+    snapshot = make_snapshot([1] * 1000, [500])
+    assert RecordCodec(codec="zstd").pack_snapshot(snapshot) == RecordCodec().pack_snapshot(snapshot)
+
+
+def resealed(record: bytes, position: int, value: bytes) -> bytes:
+    """Change a header as a forger without a secret to find could."""
+    header = bytearray(record[: _HEADER.size])
+    header[position : position + len(value)] = value
+    return bytes(header) + RecordCodec()._seal(bytes(header)) + record[_HEADER_BYTES:]
+
+
+@pytest.mark.parametrize("codec", [2, 7, 255])
+def test_a_codec_that_is_not_known_is_another_version_s(codec: int) -> None:
+    record = resealed(RecordCodec().pack_block("target", smooth_block()), 6, bytes([codec]))
+    with pytest.raises(ForeignRecordError, match=f"codec {codec}"):
+        RecordCodec().unpack_block(record, fingerprint="target", chain=CHAIN)
+
+
+def test_a_codec_whose_library_is_missing_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = RecordCodec(codec="zstd").pack_block("target", smooth_block())
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ForeignRecordError, match="codec 1"):
+        RecordCodec().unpack_block(record, fingerprint="target", chain=CHAIN)
+    with pytest.raises(MissingDependencyError, match=r"dlite-agent\[zstd\]"):
+        RecordCodec(codec="zstd")
+
+
+def test_a_codec_that_there_is_not_is_refused() -> None:
+    with pytest.raises(ConfigError, match="zstd"):
+        RecordCodec(codec="lz4")  # type: ignore[arg-type]
+
+
+def test_no_flipped_bit_of_compressed_rows_gives_other_rows() -> None:
+    codec = RecordCodec(codec="zstd")
+    block = smooth_block(256)
+    record = codec.pack_block("target", block)
+    num_refused = 0
+    for position in range(len(record)):
+        damaged = bytearray(record)
+        damaged[position] ^= 1 << (position % 8)
+        try:
+            found = codec.unpack_block(bytes(damaged), fingerprint="target", chain=CHAIN)
+        except RecordError:
+            num_refused += 1
+        else:
+            assert found == block  # a bit that zstd does not use
+    assert num_refused > len(record) - 16
+
+
+@pytest.mark.parametrize("num_items", [1, 4095, 4097, 2**31])
+def test_compressed_rows_of_another_size_than_the_header_says_are_refused(num_items: int) -> None:
+    record = RecordCodec(codec="zstd").pack_block("target", smooth_block())
+    at = 4 + 5 + 3 + 8 + 16 + 32  # the first dimension
+    forged = resealed(record, at, num_items.to_bytes(4, "little"))
+    with pytest.raises(RecordError):
+        RecordCodec().unpack_block(forged, fingerprint="target", chain=CHAIN)
 
 
 def test_every_flipped_bit_and_every_truncation_is_found() -> None:

@@ -251,6 +251,24 @@ def test_a_damaged_record_is_a_miss_and_is_counted(store: SessionStore, client: 
     assert (store.counters.corrupt, store.counters.misses, store.counters.hits) == (3, 0, 2)
 
 
+def test_a_record_of_a_codec_that_is_not_known_is_a_miss_and_is_counted(
+    store: SessionStore, client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compressing = SessionStore(client, codec="zstd")
+    chain = chain_next(chain_root(TARGET, b""), [1])
+    block = Block(chain, 1, "float32", (512,), bytes(2048))
+    refs = (block.ref(),)
+    snapshot = Snapshot(parent=None, fingerprint=TARGET, ids=ids_to_bytes([1, 2]), num_kv=1, blocks=refs)
+    compressing.commit(compressing.acquire(SID), snapshot, blocks=[block])
+    assert list(store.get_blocks(TARGET, [chain])) == [block]
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)  # a worker without the library
+    assert list(store.get_blocks(TARGET, [chain])) == [None]
+    assert (store.counters.hits, store.counters.foreign) == (1, 1)
+    report = store.commit(store.acquire(SID), snapshot, blocks=[block])
+    assert report.blocks_written == 1  # it can read the block from now on, as everyone can
+    assert list(store.get_blocks(TARGET, [chain])) == [block]
+
+
 def test_a_damaged_record_is_written_anew_by_the_next_commit(store: SessionStore, client: redis.Redis) -> None:
     turn = Turn(list(range(6)), [3, 3])
     commit(store, turn)
