@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal, cast, get_args
 
 from dlite_agent.errors import ConfigError
+
+Durability = Literal["turn", "async", "none"]
 
 _MAX_THREADS = 1024
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -37,6 +40,10 @@ def _default_exact() -> bool:
     return text == "1"
 
 
+def _default_durability() -> Durability:
+    return cast(Durability, os.environ.get("DLITE_DURABILITY") or "turn")  # checked with the others
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """Process-wide settings; each default lives here once.
@@ -49,6 +56,8 @@ class Settings:
         dtype: Of the target's weights and rows: "float32", "bfloat16" or "float16" (`DLITE_DTYPE`). Sixteen
             bits halve the memory, but their rounding decides near ties: the text may then depend on how it is drafted.
         exact: Give a row the very same logits in every kind of pass (`DLITE_EXACT` set to 1); float32 on a CPU only.
+        durability: When a turn is in the session store (`DLITE_DURABILITY`): "turn", before its reply ends; "async",
+            soon after, and before the session's next call; "none", never.
         offline: Never open a network connection (`DLITE_OFFLINE` or `HF_HUB_OFFLINE` set to 1).
     """
 
@@ -58,6 +67,7 @@ class Settings:
     device: str = field(default_factory=lambda: os.environ.get("DLITE_DEVICE") or "cpu")
     dtype: str = field(default_factory=lambda: os.environ.get("DLITE_DTYPE") or "float32")
     exact: bool = field(default_factory=_default_exact)
+    durability: Durability = field(default_factory=_default_durability)
     offline: bool = field(
         default_factory=lambda: "1" in (os.environ.get("DLITE_OFFLINE"), os.environ.get("HF_HUB_OFFLINE"))
     )
@@ -69,6 +79,10 @@ class Settings:
             raise ConfigError(f"exact is {self.exact!r}; expected True or False")
         if self.dtype not in _DTYPES:
             raise ConfigError(f"dtype is {self.dtype!r}; expected one of {', '.join(_DTYPES)}")
+
+        if self.durability not in get_args(Durability):
+            names = ", ".join(get_args(Durability))
+            raise ConfigError(f"durability (DLITE_DURABILITY) is {self.durability!r}; expected one of {names}")
 
     @property
     def models_dir(self) -> Path:

@@ -84,7 +84,9 @@ def shared_runtime(
             sharing = next((r for (w, _, _), r in _loaded.items() if w == weights), None)
             if sharing is not None and layers_read(drafter, sharing.target) in ((), sharing.target.layer_ids):
                 loaded = replace(
-                    sharing, drafter=load_drafter(drafter, sharing.target), keeper=SessionKeeper(sharing.target, store)
+                    sharing,
+                    drafter=load_drafter(drafter, sharing.target),
+                    keeper=SessionKeeper(sharing.target, store, durability=settings.durability),
                 )
             else:
                 loaded = _load(model, drafter=drafter, quantize=chosen, store=store, settings=settings)
@@ -98,11 +100,12 @@ def _usual_quantization(model: str, settings: Settings) -> Quantization | None:
 
 
 def close_all() -> None:
-    """Stop every engine of the process and forget the weights."""
+    """Stop every engine of the process, store what waits to be stored, and forget the weights."""
     with _loading:
         for runtime in _loaded.values():
             runtime.scheduler.close()
             runtime.jobs.close()
+            runtime.keeper.close()
         _loaded.clear()
 
 
@@ -143,7 +146,7 @@ def _load(
         grammars=GrammarFactory(tokenizer, vocab_size=target.vocab_size, eos_ids=sorted(end_ids)),
         scheduler=Scheduler(target, planner=AdaptiveLength(PassCost.of(target, folder=calibration))),
         jobs=JobRunner(),
-        keeper=SessionKeeper(target, store),
+        keeper=SessionKeeper(target, store, durability=settings.durability),
         profile=profile_for(model),
         end_ids=end_ids,
     )

@@ -3,6 +3,9 @@
 Live states are kept in RAM, the least recently used ones dropped when they exceed a budget; below them is the session
 store. A session found in neither starts from the longest prefix another session has stored. Nothing of the drafter
 passes through here: there is nothing of it to keep.
+
+How long a caller waits for the store is its choice, `Durability`: "turn" returns a turn once it is stored, "async"
+stores it behind the caller's back and has the session's next call wait for that, "none" stores nothing.
 """
 
 from __future__ import annotations
@@ -12,17 +15,20 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
 
+from dlite_agent.commit_queue import CommitQueue
+from dlite_agent.config import Durability
 from dlite_agent.engine.kv_codec import TensorBytes, append_block, block_bytes, from_bytes, to_bytes
 from dlite_agent.engine.state import Ids, TargetState, common_prefix
 from dlite_agent.engine.target import Target
 from dlite_agent.errors import FencedError, SessionError
 from dlite_agent.sessions.keys import DIGEST_BYTES, SessionName, chain_blocks, chain_next, chain_root, ids_to_bytes
 from dlite_agent.sessions.records import Block, BlockRef, SideRow, Snapshot
-from dlite_agent.sessions.store import Lease, SessionStore
+from dlite_agent.sessions.store import CommitReport, Lease, SessionStore
 
 logger = logging.getLogger(__name__)
 
@@ -75,10 +81,31 @@ class Reuse:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """What a commit stored: the snapshot's id and the bytes that were new."""
+    """What a commit stored, or is about to store in the background.
+
+    Attributes:
+        snapshot_id: The snapshot's id.
+        num_bytes: Bytes that were new; of a commit in the background, bytes of the rows it has yet to store.
+    """
 
     snapshot_id: str
     num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Commit:
+    """A turn's gain, copied out of the live state."""
+
+    lease: Lease
+    snapshot: Snapshot
+    snapshot_id: str
+    blocks: list[Block]
+    pivot: SideRow | None
+    ids: Ids
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(memoryview(block.payload).nbytes for block in self.blocks)
 
 
 class SessionKeeper:
@@ -91,6 +118,7 @@ class SessionKeeper:
         *,
         block_tokens: int = BLOCK_TOKENS,
         budget_bytes: int = DEFAULT_BUDGET_BYTES,
+        durability: Durability = "turn",
     ) -> None:
         """Keep sessions of one target.
 
@@ -99,12 +127,17 @@ class SessionKeeper:
             store: Where sessions persist, or None to keep them in RAM only.
             block_tokens: Most tokens per stored block.
             budget_bytes: RAM for the KV rows of all sessions; those in use stay, the rest are dropped as need be.
+            durability: When a turn is stored. "turn": before `commit` returns. "async": in the background, before the
+                session's next `checkout` or `close` returns, or the interpreter exits; a crash loses what was waiting.
+                "none": never; what others stored is still read, and nobody is fenced.
         """
         self.target = target
         self.store = store
         if store is not None and not target.is_restorable:
             logger.warning("sessions of this model are kept in RAM only: KV rows alone do not restore it")
             self.store = None
+        self._durability = durability
+        self._queue = CommitQueue()
         self._block_tokens = block_tokens
         self._budget_bytes = budget_bytes
         self._idle: OrderedDict[str, LiveSession] = OrderedDict()
@@ -122,6 +155,8 @@ class SessionKeeper:
             snapshot_id: The snapshot a message names, for forks and time travel; the head's otherwise.
             name: What people call the session, for `dlite-agent sessions`; `key` is a hash of it.
         """
+        if is_stored:
+            self._queue.wait(key)  # its outcome is part of the session, and acquiring would fence it out
         with self._lock:
             live = self._idle.pop(key, None)
         sid = key if is_stored and self.store is not None else None
@@ -132,8 +167,8 @@ class SessionKeeper:
             self._in_use[id(live)] = live
         if sid is not None:
             try:
-                self._take_lease(live, sid, name)
-                self._find_snapshot(live, snapshot_id)
+                head = self._take_lease(live, sid, name)
+                self._find_snapshot(live, named=snapshot_id, head=head)
             except SessionError:
                 self.checkin(key, live)  # the store failed, not what is in RAM
                 raise
@@ -190,10 +225,29 @@ class SessionKeeper:
     def commit(self, live: LiveSession) -> Committed | None:
         """Store what the session gained since its last commit; None if it is not stored or the store failed.
 
-        A failed commit loses no token: the next one, or a re-prefill, makes up for it. It is logged.
+        In the background (see `durability`) a failure shows as a log line and in the store's counters only. Either way
+        it loses no token: the next commit, or a re-prefill, makes up for it.
         """
+        if live.sid is not None:
+            self._queue.wait(live.sid)
         if self.store is None or live.sid is None or live.lease is None or live.state.num_rows == 0:
             return None
+        commit = self._prepare(live, live.lease)
+        if self._durability == "async":
+            self._queue.submit(live.sid, commit.num_bytes, partial(self._write, live, commit))
+            return Committed(commit.snapshot_id, commit.num_bytes)
+        report = self._write(live, commit)
+        return None if report is None else Committed(report.snapshot_id, report.bytes_written)
+
+    def flush(self) -> None:
+        """Wait until everything committed so far is stored, or has failed."""
+        self._queue.drain()
+
+    def close(self) -> None:
+        """Wait as `flush` does, at most a minute; commits after that are stored at once."""
+        self._queue.close()
+
+    def _prepare(self, live: LiveSession, lease: Lease) -> _Commit:
         refs, blocks = self._new_blocks(live)
         snapshot = Snapshot(
             parent=live.parent,
@@ -204,8 +258,14 @@ class SessionKeeper:
             pivot=live.state.pivot is not None,
         )
         pivot = None if live.state.pivot is None else self._pivot_row(live.state.pivot, snapshot)
+        ids = live.state.ids[: live.state.num_rows].copy()
+        return _Commit(lease, snapshot, snapshot.snapshot_id, blocks, pivot, ids)
+
+    def _write(self, live: LiveSession, commit: _Commit) -> CommitReport | None:
+        """Store a commit and tell the session; in the background nobody else uses it until that is done."""
+        assert self.store is not None
         try:
-            report = self.store.commit(live.lease, snapshot, blocks=blocks, pivot=pivot)
+            report = self.store.commit(commit.lease, commit.snapshot, blocks=commit.blocks, pivot=commit.pivot)
         except FencedError as error:
             logger.warning("session %s: %s", live.sid, error)
             live.lease = None
@@ -215,26 +275,37 @@ class SessionKeeper:
             return None
         live.lease = None if report.status == "sibling" else report.lease
         live.parent = report.snapshot_id
-        live.refs, live.ref_ids = refs, live.state.ids[: live.state.num_rows].copy()
+        live.refs, live.ref_ids = list(commit.snapshot.blocks), commit.ids
         if report.blocks_missing:  # evicted meanwhile: the next commit writes them again
             live.refs, live.ref_ids = [], np.empty(0, dtype=np.int32)
-        return Committed(report.snapshot_id, report.bytes_written)
+        return report
 
-    def _take_lease(self, live: LiveSession, sid: str, name: SessionName | None) -> None:
+    def _take_lease(self, live: LiveSession, sid: str, name: SessionName | None) -> str | None:
+        """Take the session over, to commit to it; return the snapshot its head is at."""
         assert self.store is not None
         live.sid = sid
+        if self._durability == "none":
+            head = self.store.head(sid)
+            return head.snapshot if head else None
         if live.lease is None:
             live.lease = self.store.acquire(sid, name=name)
+        return live.lease.snapshot
 
-    def _find_snapshot(self, live: LiveSession, snapshot_id: str | None) -> None:
-        """Learn the session's ids and blocks from the snapshot a message names, or from the head's."""
-        assert self.store is not None and live.lease is not None and live.sid is not None
-        wanted = snapshot_id or live.lease.snapshot
-        if wanted is None or wanted == live.parent:
-            return
-        snapshot = self.store.get_snapshot(live.sid, wanted)
-        if snapshot is not None and snapshot.fingerprint == self.target.fingerprint:
-            self._adopt(live, snapshot)
+    def _find_snapshot(self, live: LiveSession, *, named: str | None, head: str | None) -> None:
+        """Learn the session's ids and blocks from the snapshot a message names, else from the head's.
+
+        The named one may be gone: a crash took it with the commits that were waiting.
+        """
+        assert self.store is not None and live.sid is not None
+        for wanted in (named, head):
+            if wanted is None:
+                continue
+            if wanted == live.parent:
+                return
+            snapshot = self.store.get_snapshot(live.sid, wanted)
+            if snapshot is not None and snapshot.fingerprint == self.target.fingerprint:
+                self._adopt(live, snapshot)
+                return
 
     def _adopt(self, live: LiveSession, snapshot: Snapshot) -> None:
         live.parent = snapshot.snapshot_id

@@ -15,7 +15,7 @@ from typing import Literal, TypeVar
 
 import redis
 
-from dlite_agent.errors import ConfigError, FencedError, RecordError
+from dlite_agent.errors import ConfigError, FencedError, RecordError, StoreFullError, StoreUnavailableError
 from dlite_agent.sessions.client import check_replies, is_wrong_type, require_binary, translated
 from dlite_agent.sessions.codecs import CodecName
 from dlite_agent.sessions.keys import Keys, SessionName, fingerprint_hash, is_snapshot_id
@@ -128,6 +128,7 @@ class Counters:
         duplicate: Commits that had been made before.
         sibling: Commits that left a moved head alone.
         fenced: Commits refused because another worker had acquired the session.
+        failed: Commits that the server did not take.
     """
 
     hits: int = 0
@@ -140,6 +141,7 @@ class Counters:
     duplicate: int = 0
     sibling: int = 0
     fenced: int = 0
+    failed: int = 0
 
 
 class SessionStore:
@@ -291,24 +293,11 @@ class SessionStore:
             RecordError: If the snapshot does not fit its ids, the blocks or the pivot, or is too large.
         """
         self._check_commit(snapshot, blocks=blocks, pivot=pivot)
-        snapshot_id = snapshot.snapshot_id
-        record = self.codec.pack_snapshot(snapshot)
-        sizes = self.writer.write(self._block_writes(snapshot.fingerprint, blocks), self.block_ttl_s)
-        missing = self._keep_blocks(snapshot, {block.chain for block in blocks})
-        num_bytes = sum(sizes)
-        num_bytes += sum(self.writer.write(self._pivot_writes(snapshot.fingerprint, pivot), self.block_ttl_s))
-        num_bytes += sum(self.writer.write([Write(self.keys.snapshot(lease.sid, snapshot_id), record)], self.ttl_s))
-        self._count(bytes_written=num_bytes)
-        status, version = self._move_head(lease, snapshot_id)
-        return CommitReport(
-            status=status,
-            snapshot_id=snapshot_id,
-            lease=lease if status == "sibling" else replace(lease, version=version, snapshot=snapshot_id),
-            bytes_written=num_bytes,
-            blocks_written=sum(1 for size in sizes if size),
-            blocks_shared=sizes.count(0),
-            blocks_missing=missing,
-        )
+        try:
+            return self._commit_checked(lease, snapshot, blocks=blocks, pivot=pivot)
+        except (StoreUnavailableError, StoreFullError):
+            self._count(failed=1)
+            raise
 
     def touch(self, sid: str, snapshot: Snapshot) -> None:
         """Extend the lives of a session, one of its snapshots and everything that refers to.
@@ -360,6 +349,28 @@ class SessionStore:
                     old = usage.get(self.keys.kind(key), KindUsage(0, 0))
                     usage[self.keys.kind(key)] = KindUsage(old.num_keys + 1, old.num_bytes + (size or 0))
         return usage
+
+    def _commit_checked(
+        self, lease: Lease, snapshot: Snapshot, *, blocks: Sequence[Block], pivot: SideRow | None
+    ) -> CommitReport:
+        snapshot_id = snapshot.snapshot_id
+        record = self.codec.pack_snapshot(snapshot)
+        sizes = self.writer.write(self._block_writes(snapshot.fingerprint, blocks), self.block_ttl_s)
+        missing = self._keep_blocks(snapshot, {block.chain for block in blocks})
+        num_bytes = sum(sizes)
+        num_bytes += sum(self.writer.write(self._pivot_writes(snapshot.fingerprint, pivot), self.block_ttl_s))
+        num_bytes += sum(self.writer.write([Write(self.keys.snapshot(lease.sid, snapshot_id), record)], self.ttl_s))
+        self._count(bytes_written=num_bytes)
+        status, version = self._move_head(lease, snapshot_id)
+        return CommitReport(
+            status=status,
+            snapshot_id=snapshot_id,
+            lease=lease if status == "sibling" else replace(lease, version=version, snapshot=snapshot_id),
+            bytes_written=num_bytes,
+            blocks_written=sum(1 for size in sizes if size),
+            blocks_shared=sizes.count(0),
+            blocks_missing=missing,
+        )
 
     def _read(self, keys: Sequence[str], *, ttl_s: int) -> list[object]:
         with translated("reading records"):

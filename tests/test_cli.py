@@ -200,6 +200,13 @@ def test_a_dtype_that_there_is_not_is_said(capsys: pytest.CaptureFixture[str], m
     assert "bfloat16" in fails(capsys, "doctor")
 
 
+def test_a_durability_that_there_is_not_is_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DLITE_DURABILITY", "later")
+    assert "turn, async, none" in fails(capsys, "doctor")
+
+
 @pytest.mark.parametrize("value", ["abc", "0", "100000"])
 def test_a_thread_count_that_cannot_work_is_said(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, value: str

@@ -1,0 +1,97 @@
+"""The queue behind background commits: in order, bounded, waited for, and no error lost."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from dlite_agent.commit_queue import CommitQueue
+
+
+def test_commits_run_in_order_on_one_other_thread() -> None:
+    queue, ran, threads = CommitQueue(), list[int](), set[int]()
+    for number in range(50):
+        queue.submit(str(number % 3), 1, lambda n=number: (ran.append(n), threads.add(threading.get_ident())))  # type: ignore[misc]
+    assert queue.drain()
+    assert ran == list(range(50))
+    assert len(threads) == 1
+    assert threading.get_ident() not in threads
+    queue.close()
+
+
+def test_waiting_for_one_session_does_not_wait_for_another_behind_it() -> None:
+    queue, gate, ran = CommitQueue(), threading.Event(), list[str]()
+    queue.submit("a", 1, lambda: ran.append("a"))
+    queue.submit("b", 1, lambda: gate.wait() and ran.append("b"))
+    queue.wait("a")
+    queue.wait("never seen")
+    assert ran == ["a"]
+    assert not queue.drain(timeout=0)
+    gate.set()
+    queue.wait("b")
+    assert ran == ["a", "b"]
+    queue.close()
+
+
+def test_a_commit_waits_for_room_and_a_large_one_for_an_empty_queue() -> None:
+    queue, gates, taken = CommitQueue(max_bytes=10), [threading.Event() for _ in range(3)], list[str]()
+
+    def submit(name: str, num_bytes: int, gate: threading.Event) -> None:
+        queue.submit(name, num_bytes, gate.wait)
+        taken.append(name)
+
+    submit("a", 6, gates[0])
+    others = [
+        threading.Thread(target=submit, args=("b", 5, gates[1])),
+        threading.Thread(target=submit, args=("c", 100, gates[2])),
+    ]
+    others[0].start()
+    others[0].join(0.1)
+    assert taken == ["a"]
+    gates[0].set()
+    others[0].join()
+    assert taken == ["a", "b"]
+    others[1].start()
+    others[1].join(0.1)
+    assert taken == ["a", "b"]
+    gates[1].set()
+    others[1].join()
+    assert taken == ["a", "b", "c"]
+    gates[2].set()
+    queue.close()
+
+
+def test_an_error_reaches_its_session_s_next_call_and_no_other() -> None:
+    queue, ran = CommitQueue(), list[str]()
+
+    def fail() -> None:
+        raise ZeroDivisionError("mine")
+
+    queue.submit("a", 1, fail)
+    queue.submit("b", 1, lambda: ran.append("b"))
+    queue.wait("b")
+    assert ran == ["b"]
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        queue.wait("a")
+    queue.wait("a")
+    queue.close()
+
+
+def test_closing_runs_what_waits_and_later_commits_run_at_once() -> None:
+    queue, ran = CommitQueue(), list[int]()
+    for number in range(10):
+        queue.submit("a", 1, lambda n=number: ran.append(n))  # type: ignore[misc]
+    queue.close()
+    assert ran == list(range(10))
+    queue.submit("a", 1, lambda: ran.append(threading.get_ident()))
+    assert ran[-1] == threading.get_ident()
+
+
+def test_a_close_that_cannot_wait_says_what_is_lost(caplog: pytest.LogCaptureFixture) -> None:
+    queue, gate = CommitQueue(), threading.Event()
+    queue.submit("a", 1, gate.wait)
+    queue.close(timeout=0)
+    assert "not stored" in caplog.text
+    gate.set()
+    assert queue.drain()
