@@ -14,17 +14,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 import redis
+from langchain_core.messages import HumanMessage
+from langchain_core.runnables import RunnableConfig
 
+from dlite_agent import ChatDLite, Settings
 from dlite_agent.config import Durability
 from dlite_agent.drafters.lookup import LookupDrafter
 from dlite_agent.engine.decode import decode
 from dlite_agent.engine.request import Request
 from dlite_agent.engine.target import Target
-from dlite_agent.session_keeper import Committed, Reuse, SessionKeeper
+from dlite_agent.runtime import close_all
+from dlite_agent.session_keeper import Committed, LiveSession, Reuse, SessionKeeper
 from dlite_agent.sessions.checking import verify
 from dlite_agent.sessions.embedded import EmbeddedServer
 from dlite_agent.sessions.keys import session_id
 from dlite_agent.sessions.store import SessionStore
+from dlite_agent.testing import write_tiny_chat_model
 
 KEY = session_id("thread")
 PROMPT = [1 + i * 7 % 90 for i in range(37)]
@@ -123,17 +128,19 @@ def test_the_next_call_on_a_session_waits_for_its_commit(llama: Target, store: S
     warm = keeper(llama, store)
     live = warm.checkout(KEY, is_stored=True)
     list(decode(llama, live.state, LookupDrafter(), Request(PROMPT, max_new_tokens=10)))
-    found: list[Reuse] = []
+    found: list[LiveSession] = []
     with writes_held(store.client):
-        warm.commit(live)
+        committed = warm.commit(live)
         warm.checkin(KEY, live)
-        thread = threading.Thread(target=lambda: found.append(turn(warm, [*PROMPT, 3, 3])[1]))
+        thread = threading.Thread(target=lambda: found.append(warm.checkout(KEY, is_stored=True)))
         thread.start()
+        thread.join(0.2)  # time enough to go wrong in
+        assert thread.is_alive()
     thread.join()
-    assert store.counters.fenced == 0
-    assert found[0].from_ram == len(PROMPT)
-    warm.flush()
-    assert store.counters.committed == 2
+    assert committed is not None
+    assert found[0].parent == committed.snapshot_id
+    assert found[0].lease is not None
+    assert found[0].lease.version == 1
 
 
 def test_a_session_that_left_the_ram_while_its_commit_waited_is_found_in_the_store(
@@ -250,6 +257,7 @@ if sys.argv[4] == "kill":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["exit", "kill"])
 def test_an_exit_loses_nothing_and_a_crash_at_most_what_was_waiting(
     llama: Target, store: SessionStore, server: EmbeddedServer, end: str
@@ -272,3 +280,18 @@ def test_an_exit_loses_nothing_and_a_crash_at_most_what_was_waiting(
     assert committed is not None
     assert at(store) == committed.snapshot_id
     assert not verify(store).findings
+
+
+def test_a_chat_model_names_a_snapshot_that_its_closing_has_stored(store: SessionStore, tmp_path: Path) -> None:
+    folder = write_tiny_chat_model(tmp_path / "model")
+    settings = Settings(home=tmp_path, redis_url=None, threads=1, offline=True, durability="async")
+    model = ChatDLite(model=str(folder), settings=settings, max_tokens=8, session_store=store)
+    config: RunnableConfig = {"configurable": {"thread_id": "thread"}}
+    first = model.invoke([HumanMessage("hello")], config)
+    second = model.invoke([HumanMessage("hello"), first, HumanMessage("more")], config)
+    close_all()
+    named = [message.response_metadata["dlite"]["snapshot"] for message in (first, second)]
+    assert at(store) == named[1]
+    snapshot = store.get_snapshot(KEY, named[1])
+    assert snapshot is not None
+    assert snapshot.parent == named[0]
