@@ -17,6 +17,7 @@ from dlite_agent.sessions.embedded import EmbeddedServer
 from dlite_agent.sessions.keys import SessionName, fingerprint_hash
 from dlite_agent.sessions.records import Snapshot
 from dlite_agent.sessions.store import SessionStore
+from dlite_agent.testing import write_tiny_chat_model
 
 Commit = Callable[..., Snapshot]
 ONE = SessionName("one", "model")
@@ -190,3 +191,35 @@ def test_tenants_and_secrets_are_apart(
     assert "damaged" in sessions("verify", "--tenant", "other", code=1)
     assert "RecordError" in sessions("gc", "--tenant", "other", "--grace", "0", code=1)
     assert "--secret-file" in sessions("ls", "--secret-file", str(tmp_path / "none"), code=1)
+
+
+def test_a_conversation_held_on_the_command_line_is_found_by_its_thread(
+    store: SessionStore,
+    sessions: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    command_home: None,
+) -> None:
+    folder = write_tiny_chat_model(tmp_path / "model")
+    lines = iter(["hi", "more"])
+
+    def ask(*_: object) -> str:
+        try:
+            return next(lines)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr("rich.console.Console.input", ask)
+    arguments = ["--model", str(folder), "--workspace", str(tmp_path), "--max-tokens", "5", "--thread", "my thread*"]
+    assert main(["run", *arguments]) == 0
+    (found,) = as_json(sessions("show", "my thread*", "--json"))["sessions"]
+    assert (found["thread"], found["num_turns"]) == ("my thread*", 2)
+    assert "all sound" in sessions("verify")
+    sessions("fork", "my thread*", "branch")
+    path = tmp_path / "file"
+    sessions("export", "branch", str(path))
+    sessions("rm", "branch", "--gc")
+    assert "all sound" in sessions("verify")
+    sessions("import", str(path))
+    assert {info["thread"] for info in as_json(sessions("ls", "--json"))["sessions"]} == {"my thread*", "branch"}
+    assert "all sound" in sessions("verify")
