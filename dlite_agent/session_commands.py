@@ -259,8 +259,8 @@ def _collect(arguments: argparse.Namespace, store: SessionStore) -> int:
     done = collect_garbage(store, grace_s=grace_s, is_dry=arguments.dry_run, with_damaged=arguments.damaged)
     if arguments.json:
         return _say_json(asdict(done))
-    verb = "nothing refers to" if arguments.dry_run else "removed"
-    _say(f"{verb} {_counts(done.num_removed)}, {_size(done.num_bytes)}; {done.num_spared} spared, used lately")
+    what = f"{_counts(done.num_removed)}, {_size(done.num_bytes)}"
+    _say(f"would remove {what}" if arguments.dry_run else f"removed {what}; {done.num_spared} spared, used lately")
     return 0
 
 

@@ -77,7 +77,7 @@ def test_sessions_are_listed_for_people_and_for_scripts(
     shown = sessions("show", "one")
     assert snapshot.snapshot_id in shown
     assert fingerprint_hash("target").hex() in shown
-    assert sessions("show", "--id", ONE.sid[:6]) == shown
+    assert snapshot.snapshot_id in sessions("show", "--id", ONE.sid[:6])
     (found,) = as_json(sessions("show", "one", "--json"))["sessions"]
     assert [one["id"] for one in found["snapshots"]] == [snapshot.snapshot_id]
     assert "block" in sessions("du")
@@ -162,7 +162,7 @@ def test_removing_leaves_blocks_to_the_collection(
     commit_turn(store, ONE, range(20), [8, 8])
     assert "1 x head, 1 x snapshot" in sessions("rm", "one")
     assert "UnknownSessionError" in sessions("rm", "one", code=1)
-    assert "nothing refers to 2 x block, 1 x side" in sessions("gc", "--dry-run")
+    assert "would remove 2 x block, 1 x side" in sessions("gc", "--dry-run")
     assert "3 spared" in sessions("gc")
     assert as_json(sessions("gc", "--grace", "0", "--json"))["num_removed"] == {"block": 2, "side": 1}
     assert "ConfigError" in sessions("gc", "--grace", "-1", code=1)
