@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 import pytest
 
 from dlite_agent.commit_queue import CommitQueue
 
 
+def note(ran: list[tuple[int, int]], number: int) -> None:
+    ran.append((number, threading.get_ident()))
+
+
 def test_commits_run_in_order_on_one_other_thread() -> None:
-    queue, ran, threads = CommitQueue(), list[int](), set[int]()
+    queue, ran = CommitQueue(), list[tuple[int, int]]()
     for number in range(50):
-        queue.submit(str(number % 3), 1, lambda n=number: (ran.append(n), threads.add(threading.get_ident())))  # type: ignore[misc]
+        queue.submit(str(number % 3), 1, partial(note, ran, number))
     assert queue.drain()
-    assert ran == list(range(50))
+    assert [number for number, _ in ran] == list(range(50))
+    threads = {thread for _, thread in ran}
     assert len(threads) == 1
     assert threading.get_ident() not in threads
     queue.close()
@@ -22,8 +28,13 @@ def test_commits_run_in_order_on_one_other_thread() -> None:
 
 def test_waiting_for_one_session_does_not_wait_for_another_behind_it() -> None:
     queue, gate, ran = CommitQueue(), threading.Event(), list[str]()
+
+    def wait_and_note() -> None:
+        gate.wait()
+        ran.append("b")
+
     queue.submit("a", 1, lambda: ran.append("a"))
-    queue.submit("b", 1, lambda: gate.wait() and ran.append("b"))
+    queue.submit("b", 1, wait_and_note)
     queue.wait("a")
     queue.wait("never seen")
     assert ran == ["a"]
@@ -79,13 +90,13 @@ def test_an_error_reaches_its_session_s_next_call_and_no_other() -> None:
 
 
 def test_closing_runs_what_waits_and_later_commits_run_at_once() -> None:
-    queue, ran = CommitQueue(), list[int]()
+    queue, ran = CommitQueue(), list[tuple[int, int]]()
     for number in range(10):
-        queue.submit("a", 1, lambda n=number: ran.append(n))  # type: ignore[misc]
+        queue.submit("a", 1, partial(note, ran, number))
     queue.close()
-    assert ran == list(range(10))
-    queue.submit("a", 1, lambda: ran.append(threading.get_ident()))
-    assert ran[-1] == threading.get_ident()
+    assert [number for number, _ in ran] == list(range(10))
+    queue.submit("a", 1, partial(note, ran, 10))
+    assert ran[-1] == (10, threading.get_ident())
 
 
 def test_a_close_that_cannot_wait_says_what_is_lost(caplog: pytest.LogCaptureFixture) -> None:

@@ -49,11 +49,11 @@ def store(server: EmbeddedServer, request: pytest.FixtureRequest) -> SessionStor
 @contextmanager
 def writes_held(client: redis.Redis) -> Iterator[None]:
     """Have the server answer reads, but no write until the end of the body."""
-    client.execute_command("CLIENT", "PAUSE", 600_000, "WRITE")
+    client.client_pause(600_000, all=False)
     try:
         yield
     finally:
-        client.execute_command("CLIENT", "UNPAUSE")
+        client.client_unpause()
 
 
 def keeper(
@@ -110,7 +110,7 @@ def test_what_is_stored_does_not_depend_on_when(llama: Target, store: SessionSto
     other = SessionStore(store.client, tenant=f"{store.keys.tenant} as it was")
     ids = []
     for place, how in ((store, durability), (other, "turn")):
-        warm = keeper(llama, place, how)  # type: ignore[arg-type]
+        warm = keeper(llama, place, how)
         first, one = committed_turn(warm, PROMPT)
         _, two = committed_turn(warm, [*PROMPT, *first, 5, 6])
         warm.flush()
@@ -246,7 +246,7 @@ warm = tests.keeper(tiny_target("llama"), store)
 first, one = tests.committed_turn(warm, tests.PROMPT)
 warm.flush()
 if sys.argv[4] == "kill":
-    client.execute_command("CLIENT", "PAUSE", 600000, "WRITE")
+    client.client_pause(600_000, all=False)
 live = warm.checkout(tests.KEY, is_stored=True)
 longer = [*tests.PROMPT, *first, 5]
 list(tests.decode(warm.target, live.state, tests.LookupDrafter(), tests.Request(longer, max_new_tokens=10)))
@@ -266,7 +266,7 @@ def test_an_exit_loses_nothing_and_a_crash_at_most_what_was_waiting(
     try:
         done = subprocess.run(arguments, capture_output=True, text=True, env=dict(os.environ), check=False)
     finally:
-        store.client.execute_command("CLIENT", "UNPAUSE")
+        store.client.client_unpause()
     assert done.returncode == (0 if end == "exit" else -signal.SIGKILL), done.stderr
     one, two, *numbers = done.stdout.split()
     second = [int(number) for number in numbers]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import redis
+from langchain_core.runnables import RunnableConfig
 from langgraph.checkpoint.base import empty_checkpoint
 
 from dlite_agent.errors import ConfigError, RecordError, SessionExistsError, UnknownSessionError
@@ -46,7 +47,7 @@ def store(client: redis.Redis) -> SessionStore:
 
 
 def contents(client: redis.Redis) -> dict[bytes, bytes | None]:
-    return {key: client.dump(key) for key in client.scan_iter()}  # type: ignore[misc]
+    return {key: client.dump(key) for key in client.scan_iter()}
 
 
 def keys_of(store: SessionStore, snapshot: Snapshot) -> list[str]:
@@ -102,7 +103,7 @@ def test_looking_changes_nothing_and_extends_no_life(
     assert not verify(store).findings
     collect_garbage(store, grace_s=0)
     assert contents(client) == before
-    assert all(0 < client.ttl(key) <= 1000 for key in before)  # type: ignore[operator]
+    assert all(0 < client.ttl(key) <= 1000 for key in before)
 
 
 @pytest.mark.parametrize("text", HOSTILE)
@@ -126,8 +127,8 @@ def test_a_session_without_a_name_is_named_after_its_thread_s_checkpoints(
 ) -> None:
     commit_turn(store, SessionName("t:*\n", "sub|model"), range(9), [8], is_named=False)
     assert take_inventory(store).sessions[0].name is None
-    config = {"configurable": {"thread_id": "t:*\n", "checkpoint_ns": "sub:1234"}}
-    RedisSaver(store.client).put(config, empty_checkpoint(), {}, {})  # type: ignore[arg-type]
+    config: RunnableConfig = {"configurable": {"thread_id": "t:*\n", "checkpoint_ns": "sub:1234"}}
+    RedisSaver(store.client).put(config, empty_checkpoint(), {}, {})
     assert take_inventory(store).sessions[0].name == SessionName("t:*\n", "sub|model")
 
 
@@ -251,7 +252,7 @@ def test_collecting_where_the_server_knows_no_idle_times_goes_by_the_time_to_liv
     store: SessionStore, commit_turn: Commit
 ) -> None:
     client = store.client
-    before = client.config_get("maxmemory-policy")["maxmemory-policy"]
+    before = str(client.config_get("maxmemory-policy")["maxmemory-policy"])
     client.config_set("maxmemory-policy", "volatile-lfu")
     try:
         old, new = (commit_turn(store, name, ids, [8]) for name, ids in ((ONE, range(9)), (TWO, range(20, 30))))
@@ -323,7 +324,7 @@ def test_every_planted_damage_is_found(store: SessionStore, commit_turn: Commit,
     if verb == "flip":
         flip(client, key)
     elif verb == "cut":
-        client.set(key, (client.get(key) or b"")[:-9])  # type: ignore[index]
+        client.set(key, (client.get(key) or b"")[:-9])
     elif verb == "pickle":
         client.set(key, pickle.dumps({"a": 1}))
     elif verb == "list":
@@ -331,7 +332,7 @@ def test_every_planted_damage_is_found(store: SessionStore, commit_turn: Commit,
         client.rpush(key, "x")
     elif verb == "swap":
         key = second
-        client.set(second, client.get(first) or b"")  # type: ignore[arg-type]
+        client.set(second, client.get(first) or b"")
     elif verb == "lose":
         client.unlink(key)
     elif verb == "text":
@@ -344,9 +345,9 @@ def test_every_planted_damage_is_found(store: SessionStore, commit_turn: Commit,
         key = f"{store.keys.prefix}:draft:\n"
         client.set(key, "x")
     else:
-        config = {"configurable": {"thread_id": "t", "checkpoint_ns": ""}}
+        config: RunnableConfig = {"configurable": {"thread_id": "t", "checkpoint_ns": ""}}
         saver = RedisSaver(client)
-        saver.put(config, empty_checkpoint(), {}, {})  # type: ignore[arg-type]
+        saver.put(config, empty_checkpoint(), {}, {})
         assert not verify(store).findings
         (key,) = [name.decode() for name in client.scan_iter(match="*:k:i")]
         client.unlink(key)
