@@ -108,8 +108,9 @@ def test_a_turn_ends_before_it_is_stored_and_knows_its_snapshot(llama: Target, s
 @pytest.mark.parametrize("durability", ["turn", "async"])
 def test_what_is_stored_does_not_depend_on_when(llama: Target, store: SessionStore, durability: Durability) -> None:
     other = SessionStore(store.client, tenant=f"{store.keys.tenant} as it was")
+    plans: list[tuple[SessionStore, Durability]] = [(store, durability), (other, "turn")]
     ids = []
-    for place, how in ((store, durability), (other, "turn")):
+    for place, how in plans:
         warm = keeper(llama, place, how)
         first, one = committed_turn(warm, PROMPT)
         _, two = committed_turn(warm, [*PROMPT, *first, 5, 6])
