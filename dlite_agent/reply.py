@@ -28,7 +28,7 @@ from dlite_agent.prompting.messages import METADATA_KEY, message_digest
 from dlite_agent.prompting.parser import Event, InvalidToolCall, StreamParser, TextDelta, ToolCall
 from dlite_agent.prompting.stops import StopFilter
 from dlite_agent.reasoning import ThinkingSplit
-from dlite_agent.sessions.keys import session_id
+from dlite_agent.sessions.keys import SessionName
 from dlite_agent.structured import answer_constraint
 
 if TYPE_CHECKING:
@@ -82,8 +82,13 @@ class Call:
     @property
     def session_key(self) -> str:
         """The session's name."""
+        return _ANONYMOUS if self.session_name is None else self.session_name.sid
+
+    @property
+    def session_name(self) -> SessionName | None:
+        """What people call the session."""
         options = self.options
-        return _ANONYMOUS if options.thread_id is None else session_id(options.thread_id, options.namespace)
+        return None if options.thread_id is None else SessionName(options.thread_id, options.namespace)
 
     @property
     def snapshot_id(self) -> str | None:
@@ -151,7 +156,9 @@ def stream_reply(runtime: Runtime, call: Call, job: Job[Any]) -> Iterator[ChatGe
         DLiteError: If the conversation, the tools or the session store cannot be used.
     """
     is_stored = call.options.thread_id is not None
-    live = runtime.keeper.checkout(call.session_key, is_stored=is_stored, snapshot_id=call.snapshot_id)
+    live = runtime.keeper.checkout(
+        call.session_key, is_stored=is_stored, snapshot_id=call.snapshot_id, name=call.session_name
+    )
     try:
         yield from _Reply(runtime, call, live).chunks(job)
     except ContextLengthError as error:

@@ -32,6 +32,7 @@ from dlite_agent.engine.draft_length import FixedLength
 from dlite_agent.errors import ConfigError, DLiteError, StoreUnavailableError, UnsupportedContentError
 from dlite_agent.runtime import close_all
 from dlite_agent.sessions.embedded import EmbeddedServer
+from dlite_agent.sessions.inventory import take_inventory
 from dlite_agent.sessions.keys import session_id
 from dlite_agent.sessions.saver import RedisSaver
 from dlite_agent.sessions.store import SessionStore
@@ -412,6 +413,8 @@ def test_a_thread_named_in_the_config_is_stored_however_the_model_is_called(
     assert all("snapshot" in record for record in records)
     assert len({record["session"] for record in records}) == len(replies)
     assert "snapshot" not in model.invoke("hi").response_metadata["dlite"]
+    names = {info.name.thread_id for info in take_inventory(store).sessions if info.name is not None}
+    assert names == {*"abcdefg", "0"}
 
 
 def test_a_failing_store_does_not_lose_what_is_in_memory(folder: str, settings: Settings, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import pytest
 from langchain_core.language_models import BaseChatModel
@@ -99,7 +99,7 @@ class Switches:
         messages = [HumanMessage("Hello"), first, HumanMessage("And again?")]
         if stream:
             chunks: list[Any] = list(model.stream(messages, session_id=f"cache-{stream}"))
-            reply: AIMessage = sum(chunks[1:], start=chunks[0])
+            reply = cast(AIMessage, sum(chunks[1:], start=chunks[0]))
         else:
             reply = model.invoke(messages, session_id=f"cache-{stream}")
         assert reply.usage_metadata is not None and first.usage_metadata is not None

@@ -128,8 +128,11 @@ def test_create_agent_says_the_same_asynchronously(model: ChatDLite, look: Any) 
 
 
 def test_create_react_agent_calls_a_tool_and_answers(model: ChatDLite, look: Any, looks: list[str]) -> None:
+    def choose(state: Any, _: Any) -> Any:
+        return choosing(model, [look], state["messages"])
+
     with pytest.warns(LangGraphDeprecatedSinceV10):
-        agent = create_react_agent(lambda state, _: choosing(model, [look], state["messages"]), [look])
+        agent = create_react_agent(choose, [look])
     messages = agent.invoke(GO)["messages"]
     assert [message.type for message in messages] == LOOP
     assert looks == ["looked"]

@@ -253,7 +253,7 @@ class ChatTemplate:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         given: list[Any] | None = [dict(tool) for tool in tools] if tools else None
-        others = {**self._variables, **switches} | ({} if variable == "tools" else {variable: given})
+        others: dict[str, Any] = {**self._variables, **switches} | ({} if variable == "tools" else {variable: given})
         try:
             rendered, _ = render_jinja_template(
                 conversations=[[dict(message) for message in messages]],
