@@ -134,8 +134,8 @@ class TestUnitOnRandomWeights(OnRandomWeights, ChatModelUnitTests):
 
     @property
     def init_from_env_params(self) -> tuple[dict[str, str], dict[str, Any], dict[str, Any]]:
-        home = Path("elsewhere")
-        return {"DLITE_HOME": str(home), "DLITE_THREADS": "1"}, {"model": TINY}, {"settings": Settings(home=home)}
+        expected = Settings(home=Path("elsewhere"), threads=1)
+        return {"DLITE_HOME": "elsewhere", "DLITE_THREADS": "1"}, {"model": TINY}, {"settings": expected}
 
 
 class TestIntegrationOnRandomWeights(OnRandomWeights, ChatModelIntegrationTests):
