@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+import redis
 import torch
 
 from dlite_agent.engine.target import Target
+from dlite_agent.sessions.embedded import EmbeddedServer
 from dlite_agent.sessions.keys import SessionName, chain_blocks, chain_root, ids_to_bytes
 from dlite_agent.sessions.records import Block, SideRow, Snapshot
 from dlite_agent.sessions.store import SessionStore
@@ -44,6 +46,22 @@ def golden_vectors() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no golden vectors at {folder}")
     return folder
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]:
+    """A server of the test module's own."""
+    with EmbeddedServer.start(tmp_path_factory.mktemp("server")) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: EmbeddedServer) -> Iterator[redis.Redis]:
+    """A client of the module's server, which is emptied first."""
+    opened = server.client()
+    opened.flushall()
+    yield opened
+    opened.close()
 
 
 @pytest.fixture

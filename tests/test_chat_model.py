@@ -55,12 +55,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     close_all()
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]:
-    with EmbeddedServer.start(tmp_path_factory.mktemp("server")) as running:
-        yield running
-
-
 @pytest.fixture
 def model(folder: str, settings: Settings) -> ChatDLite:
     return ChatDLite(model=folder, settings=settings, max_tokens=24)

@@ -24,12 +24,6 @@ ONE = SessionName("one", "model")
 HOSTILE = ["*", "{}", "a:b", "x\ny", "\x1b[2J", "é☃", "a" * 10_000, "--json", ""]
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]:
-    with EmbeddedServer.start(tmp_path_factory.mktemp("server")) as running:
-        yield running
-
-
 @pytest.fixture
 def store(server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[SessionStore]:
     monkeypatch.setenv("REDIS_URL", f"unix://{server.state.socket}")

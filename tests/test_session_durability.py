@@ -35,12 +35,6 @@ KEY = session_id("thread")
 PROMPT = [1 + i * 7 % 90 for i in range(37)]
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]:
-    with EmbeddedServer.start(tmp_path_factory.mktemp("server")) as running:
-        yield running
-
-
 @pytest.fixture
 def store(server: EmbeddedServer, request: pytest.FixtureRequest) -> SessionStore:
     return SessionStore(server.client(), tenant=request.node.name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import redis
@@ -14,7 +14,6 @@ from dlite_agent.errors import ConfigError, RecordError, SessionExistsError, Unk
 from dlite_agent.sessions.checking import verify
 from dlite_agent.sessions.collecting import collect_garbage, remove_session
 from dlite_agent.sessions.creating import fork_session
-from dlite_agent.sessions.embedded import EmbeddedServer
 from dlite_agent.sessions.inventory import take_inventory
 from dlite_agent.sessions.keys import SessionName, fingerprint_hash
 from dlite_agent.sessions.records import Block, Snapshot
@@ -25,20 +24,6 @@ Commit = Callable[..., Snapshot]
 ONE = SessionName("one", "model")
 TWO = SessionName("two", "model")
 HOSTILE = ["", "*", "{}", "a:b", "{a}:h", "x\ny", "\x1b[31m", "é☃", "\ud800", "a" * 10_000, "dlite:1:*", "?[a-z]\\"]
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]:
-    with EmbeddedServer.start(tmp_path_factory.mktemp("server")) as running:
-        yield running
-
-
-@pytest.fixture
-def client(server: EmbeddedServer) -> Iterator[redis.Redis]:
-    opened = server.client()
-    opened.flushall()
-    yield opened
-    opened.close()
 
 
 @pytest.fixture

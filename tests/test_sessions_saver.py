@@ -6,7 +6,7 @@ import asyncio
 import os
 import pickle
 import signal
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
@@ -29,21 +29,6 @@ from dlite_agent.sessions.saver import RedisSaver
 from dlite_agent.sessions.store import SessionStore
 
 BASE_TESTS = {"put": 17, "put_writes": 10, "get_tuple": 10, "list": 16, "delete_thread": 5}
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]:
-    started = EmbeddedServer.start(tmp_path_factory.mktemp("redis"))
-    yield started
-    started.stop()
-
-
-@pytest.fixture
-def client(server: EmbeddedServer) -> Iterator[redis.Redis]:
-    opened = server.client()
-    opened.flushall()
-    yield opened
-    opened.close()
 
 
 class State(TypedDict):

@@ -7,7 +7,7 @@ import pickle
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -34,21 +34,6 @@ from dlite_agent.sessions.store import BLOCK_TTL_FACTOR, Lease, SessionStore
 
 TARGET = "target"
 SID = session_id("thread")
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]:
-    started = EmbeddedServer.start(tmp_path_factory.mktemp("redis"))
-    yield started
-    started.stop()
-
-
-@pytest.fixture
-def client(server: EmbeddedServer) -> Iterator[redis.Redis]:
-    opened = server.client()
-    opened.flushall()
-    yield opened
-    opened.close()
 
 
 @pytest.fixture

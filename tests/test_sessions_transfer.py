@@ -34,12 +34,6 @@ Commit = Callable[..., Snapshot]
 ONE = SessionName("one\n*\ud800", "model")
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]:
-    with EmbeddedServer.start(tmp_path_factory.mktemp("server")) as running:
-        yield running
-
-
 @pytest.fixture
 def store(server: EmbeddedServer) -> Iterator[SessionStore]:
     client = server.client()

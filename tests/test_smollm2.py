@@ -43,12 +43,6 @@ def model() -> Iterator[ChatDLite]:
     close_all()
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]:
-    with EmbeddedServer.start(tmp_path_factory.mktemp("server")) as running:
-        yield running
-
-
 def prompts(runtime: Runtime, sessions: Sequence[RecordedSession]) -> Iterator[tuple[TargetState, list[int]]]:
     """The prompt of every assistant turn and of the one that would come next, with the session's state so far."""
     for session in sessions:
