@@ -36,6 +36,7 @@ from dlite_agent.config import Settings
 from dlite_agent.errors import ConfigError
 from dlite_agent.jobs import Job
 from dlite_agent.reply import PROVIDER, Call, stream_reply
+from dlite_agent.sessions.keys import without_task_ids
 from dlite_agent.structured import Method, structured_output
 
 if TYPE_CHECKING:
@@ -388,7 +389,7 @@ def _identified(config: RunnableConfig | None, kwargs: dict[str, Any]) -> dict[s
     if thread_id is None:
         return {**kwargs, "session": (None, "")}
     namespace = str(configurable.get("checkpoint_ns") or "")
-    return {**kwargs, "session": (str(thread_id), "|".join(part.split(":")[0] for part in namespace.split("|")))}
+    return {**kwargs, "session": (str(thread_id), without_task_ids(namespace))}
 
 
 def _open_store(spec: Any, settings: Settings) -> Any:

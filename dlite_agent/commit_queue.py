@@ -103,9 +103,7 @@ class CommitQueue:
             error: BaseException | None = None
             try:
                 item.work()
-            except (
-                BaseException
-            ) as raised:  # a fault of ours: it belongs to the session's next call, not to this thread
+            except BaseException as raised:  # it belongs to the session's next call, not to this thread
                 error = raised
             with self._changed:
                 if error is not None:

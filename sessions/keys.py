@@ -59,6 +59,11 @@ def session_id(thread_id: str, checkpoint_ns: str = "") -> str:
     return _hash_text("session", thread_id, checkpoint_ns)
 
 
+def without_task_ids(checkpoint_ns: str) -> str:
+    """Return a LangGraph checkpoint namespace without the task ids, which differ from step to step."""
+    return "|".join(part.split(":")[0] for part in checkpoint_ns.split("|"))
+
+
 def thread_hash(thread_id: str) -> str:
     """Name a thread's LangGraph checkpoints; never equal to a session id.
 

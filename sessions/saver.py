@@ -39,7 +39,7 @@ from redis.client import Pipeline
 
 from dlite_agent.errors import ConfigError, RecordError
 from dlite_agent.sessions.client import require_binary, translated
-from dlite_agent.sessions.keys import Keys, thread_hash
+from dlite_agent.sessions.keys import Keys, thread_hash, without_task_ids
 
 _CHECKPOINT, _BLOB, _WRITE, _THREAD = b"c", b"b", b"w", b"t"
 _EMPTY = b"empty"  # a channel version without a value
@@ -405,7 +405,7 @@ def namespace_of_name(name: bytes) -> str:
         namespace = _decode(_checkpoint_parts(name)[0])
     except (ValueError, struct.error) as error:
         raise RecordError(f"a checkpoint's name cannot be read: {error}") from error
-    return "|".join(part.split(":")[0] for part in namespace.split("|"))
+    return without_task_ids(namespace)
 
 
 def _where(config: RunnableConfig) -> dict[str, Any]:

@@ -73,6 +73,24 @@ def command_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
 
 
+@pytest.fixture
+def type_lines(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Types lines into an interactive command, and then ends its input."""
+
+    def type_them(*lines: str) -> None:
+        left = iter(lines)
+
+        def ask(*_: object) -> str:
+            try:
+                return next(left)
+            except StopIteration:
+                raise EOFError from None
+
+        monkeypatch.setattr("rich.console.Console.input", ask)
+
+    return type_them
+
+
 Committer = Callable[..., Snapshot]
 
 

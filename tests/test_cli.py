@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -216,18 +217,10 @@ def test_a_thread_count_that_cannot_work_is_said(
 
 
 def test_a_message_that_cannot_be_answered_does_not_stay_in_the_thread(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    capsys: pytest.CaptureFixture[str], type_lines: Callable[..., None], tmp_path: Path
 ) -> None:
     folder = write_tiny_chat_model(tmp_path / "model")
-    lines = iter(["x" * 9000, "hi"])
-
-    def ask(*_: object) -> str:
-        try:
-            return next(lines)
-        except StopIteration:
-            raise EOFError from None
-
-    monkeypatch.setattr("rich.console.Console.input", ask)
+    type_lines("x" * 9000, "hi")
     arguments = ["run", "--model", str(folder), "--workspace", str(tmp_path), "--max-tokens", "5"]
     assert main(arguments) == 0
     out = capsys.readouterr().out

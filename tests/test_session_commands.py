@@ -190,20 +190,12 @@ def test_tenants_and_secrets_are_apart(
 def test_a_conversation_held_on_the_command_line_is_found_by_its_thread(
     store: SessionStore,
     sessions: Callable[..., str],
-    monkeypatch: pytest.MonkeyPatch,
+    type_lines: Callable[..., None],
     tmp_path: Path,
     command_home: None,
 ) -> None:
     folder = write_tiny_chat_model(tmp_path / "model")
-    lines = iter(["hi", "more"])
-
-    def ask(*_: object) -> str:
-        try:
-            return next(lines)
-        except StopIteration:
-            raise EOFError from None
-
-    monkeypatch.setattr("rich.console.Console.input", ask)
+    type_lines("hi", "more")
     arguments = ["--model", str(folder), "--workspace", str(tmp_path), "--max-tokens", "5", "--thread", "my thread*"]
     assert main(["run", *arguments]) == 0
     (found,) = as_json(sessions("show", "my thread*", "--json"))["sessions"]
