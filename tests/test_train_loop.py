@@ -249,6 +249,40 @@ def test_training_overfits_what_it_sees_and_the_drafter_it_leaves_drafts_that(
     assert num_tokens / num_passes == pytest.approx(replayed.tau, rel=0.02)
 
 
+@pytest.mark.parametrize("kind", ["dlite", "dspark", "independent"])
+def test_half_precision_is_of_the_products_alone(model_folder: Path, corpus: Path, tmp_path: Path, kind: str) -> None:
+    runs = [
+        trainer(model_folder, corpus, tmp_path / precision, f"kind={kind}", f"precision={precision}", report_every=10)
+        for precision in ("auto", "float32", "bfloat16")
+    ]
+    for run in runs:
+        run.run(say=silent)
+    plain, whole, half = (weights(run) for run in runs)
+    assert all(torch.equal(a, b) for a, b in zip(plain, whole, strict=True))  # a CPU is not told to round
+    assert all(parameter.dtype == torch.float32 for parameter in runs[2].student.model.parameters())
+    assert not all(torch.equal(a, b) for a, b in zip(half, whole, strict=True))
+    losses = [float(log_of(tmp_path / name)[-1]["loss"]) for name in ("float32", "bfloat16")]
+    assert losses[1] == pytest.approx(losses[0], rel=0.05)
+
+
+def test_noise_is_as_large_as_asked_for_of_each_row_and_touches_nothing_else(target: Target, corpus: Path) -> None:
+    reader = ContextReader(context_paths(corpus))
+    table = AnchorTable([read_shard(shard_paths(corpus)[0])])
+    batch = table.gather_answers([0, 1, 2], num_drafts=4, reader=reader)
+    blurred = batch.blurred(0.25, torch.Generator().manual_seed(0))
+    assert batch.blurred(0.0, torch.Generator()) is batch
+    again = batch.blurred(0.25, torch.Generator().manual_seed(0))
+    assert torch.equal(blurred.pivot, again.pivot)
+    pairs = [(batch.pivot, blurred.pivot)]
+    pairs += [(before.features, after.features) for before, after in zip(batch.texts, blurred.texts, strict=True)]
+    for before, after in pairs:
+        assert after.dtype == before.dtype
+        rms = [rows.float().square().mean(dim=-1).sqrt() for rows in (after.float() - before.float(), before)]
+        assert (rms[0] / rms[1]).mean().item() == pytest.approx(0.25, rel=0.1)
+    assert torch.equal(blurred.labels, batch.labels)
+    assert torch.equal(blurred.anchors, batch.anchors)
+
+
 def test_a_replay_steps_as_decoding_does() -> None:
     tally = _Tally(3)
     rows = [[True, False, True], [True, True, True], [False, True, True], [True, True, False], [True, False, False]]
@@ -261,17 +295,21 @@ def test_a_replay_steps_as_decoding_does() -> None:
     assert tally.sum_up().tau == 8 / 4
 
 
-@pytest.mark.parametrize("kind", ["dlite", "dspark", "independent"])
+@pytest.mark.parametrize(
+    "settings",
+    [("kind=dlite",), ("kind=dspark",), ("kind=independent",), ("feature_noise=0.2", "precision=bfloat16")],
+    ids=" ".join,
+)
 def test_a_run_stopped_and_resumed_has_the_weights_of_one_that_was_not(
-    model_folder: Path, corpus: Path, tmp_path: Path, kind: str
+    model_folder: Path, corpus: Path, tmp_path: Path, settings: tuple[str, ...]
 ) -> None:
-    whole = trainer(model_folder, corpus, tmp_path / "whole", f"kind={kind}", report_every=7)
+    whole = trainer(model_folder, corpus, tmp_path / "whole", *settings, report_every=7)
     whole.run(say=silent)
     stops = iter([False] * 11 + [True])
-    first = trainer(model_folder, corpus, tmp_path / "parts", f"kind={kind}", report_every=7)
+    first = trainer(model_folder, corpus, tmp_path / "parts", *settings, report_every=7)
     first.run(should_stop=lambda: next(stops), say=silent)
     assert 0 < first.step < whole.step
-    second = trainer(model_folder, corpus, tmp_path / "parts", f"kind={kind}", report_every=7, is_resumed=True)
+    second = trainer(model_folder, corpus, tmp_path / "parts", *settings, report_every=7, is_resumed=True)
     assert second.step == first.step
     second.run(say=silent)
     assert second.step == whole.step
@@ -397,7 +435,19 @@ def test_a_run_with_other_options_or_of_another_corpus_is_not_resumed(
         trainer(model_folder, corpus, tmp_path, is_resumed=True)
 
 
-@pytest.mark.parametrize("setting", ["ranks=3", "rank", "rank=many", "batch_size=0", "has_confidence=maybe", "clip=0"])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "ranks=3",
+        "rank",
+        "rank=many",
+        "batch_size=0",
+        "has_confidence=maybe",
+        "clip=0",
+        "precision=int8",
+        "feature_noise=-1",
+    ],
+)
 def test_a_setting_that_cannot_be_is_an_error(setting: str) -> None:
     with pytest.raises(ConfigError, match=setting.partition("=")[0]):
         TrainConfig.parse([setting])

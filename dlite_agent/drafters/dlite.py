@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import functional
 
 from dlite_agent.drafters.draws import Draws, draft_places, likeliest
-from dlite_agent.drafters.layers import Layer, Linear, Rope, Shape, rope_tables
+from dlite_agent.drafters.layers import Layer, Linear, RMSNorm, Rope, Shape, rope_tables
 from dlite_agent.drafters.protocol import DraftView, Proposal
 from dlite_agent.errors import ConfigError
 
@@ -180,8 +180,8 @@ class DLiteModel(nn.Module):
         super().__init__()
         self.config = config
         self.layers = nn.ModuleList(_Layer(config) for _ in range(config.num_hidden_layers))
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.context_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.context_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layer_depth_embedding = nn.Embedding(config.num_target_layers, config.hidden_size)
         self.sequential_head = SequentialHead(config)
         if config.has_mask_embedding:

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from dlite_agent.drafters.draws import Draws
 from dlite_agent.drafters.history import Before, HistoryConfig, HistoryModel, KeyValues, Rows, head_logits
-from dlite_agent.drafters.layers import Linear
+from dlite_agent.drafters.layers import Linear, RMSNorm
 from dlite_agent.drafters.protocol import DraftView, Proposal, TextKey
 
 _MAX_PENDING = 512
@@ -30,7 +30,7 @@ class DSparkModel(HistoryModel):
         super().__init__(config)
         width, rank = config.hidden_size, config.rank
         self.fuse = Linear(len(config.target_layer_ids) * width, width, bias=False)
-        self.context_norm = nn.RMSNorm(width, eps=config.rms_norm_eps)
+        self.context_norm = RMSNorm(width, eps=config.rms_norm_eps)
         self.mask_embedding = nn.Parameter(torch.zeros(width))
         self.prev_token_proj = Linear(width, rank, bias=False)
         self.markov_proj = Linear(rank, config.draft_vocab_size, bias=False)

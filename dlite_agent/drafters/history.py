@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from dlite_agent.drafters.layers import Attention, Layer, Rope, Shape, rope_tables
+from dlite_agent.drafters.layers import Attention, Layer, RMSNorm, Rope, Shape, rope_tables
 from dlite_agent.errors import ConfigError
 
 Kind = Literal["dspark", "independent"]
@@ -148,7 +148,7 @@ class HistoryModel(nn.Module):
         super().__init__()
         self.config = config
         self.layers = nn.ModuleList(_Layer(config) for _ in range(config.num_hidden_layers))
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.register_buffer("draft_to_target", torch.arange(config.draft_vocab_size, dtype=torch.int32))
 
     def keys_values(self, slots: torch.Tensor, positions: torch.Tensor) -> list[Rows]:

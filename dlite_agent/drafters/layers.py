@@ -79,6 +79,14 @@ class Linear(nn.Linear):
         return y
 
 
+class RMSNorm(nn.RMSNorm):
+    """An `nn.RMSNorm` that computes in its weight's type, whatever the products before it were made in."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Apply to `x [..., d]`."""
+        return super().forward(x.to(self.weight.dtype))
+
+
 @lru_cache(maxsize=1)
 def _has_onednn() -> bool:
     """Whether this build of torch multiplies with oneDNN, which reads a weight for few rows up to twice as fast."""
@@ -102,6 +110,14 @@ def _rotate(x: torch.Tensor, rope: Rope) -> torch.Tensor:
     return x * rope[0] + torch.cat([-right, left], dim=-1) * rope[1]
 
 
+def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    if torch.is_autocast_enabled("cpu"):  # in bfloat16 the way back of a few rows takes six times as long there
+        with torch.autocast("cpu", enabled=False):
+            return _attend(query.float(), key.float(), value.float(), mask)
+    is_grouped = query.shape[1] != key.shape[1]
+    return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=is_grouped)
+
+
 class Attention(nn.Module):
     """Attention with normed queries and keys; keys and values may come from anywhere."""
 
@@ -113,8 +129,8 @@ class Attention(nn.Module):
         self.k_proj = Linear(width, shape.num_key_value_heads * head_dim, bias=bias)
         self.v_proj = Linear(width, shape.num_key_value_heads * head_dim, bias=bias)
         self.o_proj = Linear(shape.num_attention_heads * head_dim, width, bias=bias)
-        self.q_norm = nn.RMSNorm(head_dim, eps=shape.rms_norm_eps)
-        self.k_norm = nn.RMSNorm(head_dim, eps=shape.rms_norm_eps)
+        self.q_norm = RMSNorm(head_dim, eps=shape.rms_norm_eps)
+        self.k_norm = RMSNorm(head_dim, eps=shape.rms_norm_eps)
 
     def keys_values(self, slots: torch.Tensor, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values `[B, kv heads, T, head_dim]` of `slots [B, T, d]`."""
@@ -131,8 +147,7 @@ class Attention(nn.Module):
     ) -> torch.Tensor:
         """Let `block [B, T, d]` look at keys and values; `mask [T, slots]` is true where it may."""
         query = _rotate(self.q_norm(self._heads(self.q_proj(block))), rope)
-        is_grouped = query.shape[1] != key.shape[1]
-        mixed = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=is_grouped)
+        mixed = _attend(query, key, value, mask)
         out: torch.Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
         return out
 
@@ -162,5 +177,5 @@ class Layer(nn.Module):
         super().__init__()
         self.self_attn = Attention(shape)
         self.mlp = Mlp(shape)
-        self.input_layernorm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
-        self.post_attention_layernorm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
+        self.input_layernorm = RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)

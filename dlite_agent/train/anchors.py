@@ -39,6 +39,10 @@ class Text:
         """Return the text on a device."""
         return Text(self.ids.to(device), self.features.to(device), self.positions.to(device), self.first_row)
 
+    def blurred(self, deviation: float, generator: torch.Generator) -> Text:
+        """Return the text with noise on its features; see `Batch.blurred`."""
+        return replace(self, features=_blurred(self.features, deviation, generator))
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -73,6 +77,24 @@ class Batch:
             f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(self) if f.name != "texts"
         }
         return Batch(**tensors, texts=tuple(text.to(device) for text in self.texts))
+
+    def blurred(self, deviation: float, generator: torch.Generator) -> Batch:
+        """Return the batch with normal noise on what the target computed, so that no row is met twice.
+
+        Args:
+            deviation: The noise's, as a share of each row's root mean square; 0 for none.
+            generator: Draws it, on the CPU.
+        """
+        if not deviation:
+            return self
+        texts = tuple(text.blurred(deviation, generator) for text in self.texts)
+        return replace(self, pivot=_blurred(self.pivot, deviation, generator), texts=texts)
+
+
+def _blurred(features: torch.Tensor, deviation: float, generator: torch.Generator) -> torch.Tensor:
+    noise = torch.randn(features.shape, generator=generator).to(features.device)
+    scale = features.float().square().mean(dim=-1, keepdim=True).sqrt()
+    return (features + deviation * scale * noise).to(features.dtype)
 
 
 @dataclass(slots=True)

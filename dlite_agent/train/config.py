@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dlite_agent.drafters.dlite import AGENT_V1, DLiteConfig
 from dlite_agent.drafters.history import KINDS, HistoryConfig
 from dlite_agent.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+_PRECISIONS = ("auto", "float32", "bfloat16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +45,8 @@ class TrainConfig:
         w_tv: Weight of the total variation distance to the target's distribution.
         w_confidence: Weight of the confidence head's loss; it moves nothing but that head.
         off_path_weight: Weight of positions behind a sampled token that was not the likeliest one.
+        feature_noise: Deviation of the noise on the target's hidden states, as a share of each row's root mean square.
+        precision: Of the products: "float32", "bfloat16" (weights stay float32), or "auto": bfloat16 on CUDA only.
         scheduled_sampling: Share of previous tokens that are the head's own at the end of the run; it rises from 0 over
             the second half.
         window: W, rows before the pivot that a teacher sees.
@@ -73,6 +80,8 @@ class TrainConfig:
     w_tv: float = 1.0
     w_confidence: float = 0.1
     off_path_weight: float = 1.0
+    feature_noise: float = 0.0
+    precision: str = "auto"
     scheduled_sampling: float = 0.2
     window: int = 32
     distill: float = 0.3
@@ -89,9 +98,17 @@ class TrainConfig:
         for name in ("warm_up", "final_rate", "scheduled_sampling", "distill", "transition"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; expected 0 to 1")
+        if self.precision not in _PRECISIONS:
+            raise ConfigError(f"precision is {self.precision!r}; expected one of {', '.join(_PRECISIONS)}")
+        if not self.feature_noise >= 0:
+            raise ConfigError(f"feature_noise is {self.feature_noise}; expected 0 or more")
         for name in ("learning_rate", "clip", "position_decay"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; expected a positive number")
+
+    def is_half(self, device: torch.device) -> bool:
+        """Whether products are made in bfloat16 on a device."""
+        return self.precision == "bfloat16" or (self.precision == "auto" and device.type == "cuda")
 
     @classmethod
     def parse(cls, settings: Sequence[str]) -> TrainConfig:

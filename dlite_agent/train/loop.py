@@ -126,7 +126,7 @@ class Trainer:
         """Take one step."""
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate(self.progress, self.config)
-        batch = batch.to(self.device)
+        batch = batch.to(self.device).blurred(self.config.feature_noise, self._generator)
         self._free_head(self._teacher_weight() < 1)
         with self._autocast():
             result = self._losses(batch)
@@ -172,7 +172,8 @@ class Trainer:
         return torch.where(is_own, likeliest(logits, self.student.draft_to_target), batch.tokens)
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        return torch.autocast("cuda", dtype=torch.bfloat16) if self.device.type == "cuda" else nullcontext()
+        is_half = self.config.is_half(self.device)
+        return torch.autocast(self.device.type, dtype=torch.bfloat16) if is_half else nullcontext()
 
     def _report(self, say: Callable[[str], None]) -> None:
         """Write a line of the log and say it; keep the drafter if it is the best so far."""

@@ -82,9 +82,10 @@ def losses(
         draft_to_target: `[V_d]`, the head's vocabulary.
         config: Weights.
     """
+    logits = logits.float()  # once: it is large
     weights = position_weights(batch, config)
     places, is_known = draft_places(batch.labels, draft_to_target)
-    likelihood = functional.cross_entropy(logits.float().flatten(0, 1), places.flatten(), reduction="none")
+    likelihood = functional.cross_entropy(logits.flatten(0, 1), places.flatten(), reduction="none")
     ce = weighted_mean(likelihood.view_as(weights), weights * is_known)
     tv = weighted_mean(total_variation(logits, batch, draft_to_target), weights)
     is_right = (logits.argmax(dim=-1) == places) & is_known

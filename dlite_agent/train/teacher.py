@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from dlite_agent.drafters.dlite import DLiteConfig, DLiteModel
-from dlite_agent.drafters.layers import Linear, Rope, rope_tables
+from dlite_agent.drafters.layers import Linear, RMSNorm, Rope, rope_tables
 from dlite_agent.errors import ConfigError
 from dlite_agent.train.anchors import Batch
 
@@ -32,7 +32,7 @@ class Teacher(nn.Module):
         self.net = DLiteModel(config)
         self.window = window
         self.window_fuse = Linear(_NUM_FUSED * config.hidden_size, config.hidden_size, bias=False)
-        self.window_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.window_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def hidden(
         self,
