@@ -27,7 +27,6 @@ from dlite_agent.logprobs import TokenTrail, openai_entry
 from dlite_agent.prompting.messages import METADATA_KEY, message_digest
 from dlite_agent.prompting.parser import Event, InvalidToolCall, StreamParser, TextDelta, ToolCall
 from dlite_agent.prompting.stops import StopFilter
-from dlite_agent.reasoning import ThinkingSplit
 from dlite_agent.sessions.keys import SessionName
 from dlite_agent.structured import answer_constraint
 
@@ -183,11 +182,11 @@ class _Reply:
         self._id = f"lc_run--{uuid.uuid4()}"
 
     def chunks(self, job: Job[Any]) -> Iterator[ChatGenerationChunk]:
-        prompt = self._prompt_ids()
-        reuse = self._runtime.keeper.restore(self._live, np.asarray(prompt, dtype=np.int32))
-        dialect = self._runtime.template.dialect
-        thinking = ThinkingSplit(dialect.thinking, is_thinking=self._is_thinking)
-        parser = StreamParser(dialect, _parameters(self._options.offered_tools))
+        runtime, prompt = self._runtime, self._prompt_ids()
+        reuse = runtime.keeper.restore(self._live, np.asarray(prompt, dtype=np.int32))
+        parser = StreamParser(
+            runtime.template.dialect, _parameters(self._options.offered_tools), is_thinking=self._is_thinking
+        )
         stops = StopFilter(self._options.stops)
         raw = ""
         with closing(self._pieces(prompt, job)) as pieces:
@@ -199,8 +198,7 @@ class _Reply:
                         break
                 raw += passed
                 self._logprobs += self._trail.take(len(raw))
-                thought, answer = thinking.feed(passed)
-                yield from self._chunks_of(thought, parser.feed(answer))
+                yield from self._chunks_of(parser.feed(passed))
                 if stops.is_stopped:
                     break
         if job.is_cancelled:
@@ -210,13 +208,9 @@ class _Reply:
         rest = stops.flush()
         raw += rest
         self._logprobs += self._trail.take(len(raw), is_end=True)
-        thought, answer = (
-            before + behind for before, behind in zip(thinking.feed(rest), thinking.close(), strict=True)
-        )
-        yield from self._chunks_of(thought, parser.feed(answer))
-        yield from self._chunks_of("", parser.close(truncated=finish_reason == "length"))
-        committed = self._runtime.keeper.commit(self._live)
-        usage = self._usage(len(prompt), num_thought=self._trail.count(thinking.num_chars))
+        yield from self._chunks_of(parser.feed(rest) + parser.close(truncated=finish_reason == "length"))
+        committed = runtime.keeper.commit(self._live)
+        usage = self._usage(len(prompt), num_thought=self._trail.count(parser.num_thought))
         yield self._last_chunk(raw, finish_reason, usage, reuse=reuse, committed=committed)
 
     def _prompt_ids(self) -> list[int]:
@@ -303,12 +297,13 @@ class _Reply:
             return "length"
         return "tool_calls" if self._calls else "stop"
 
-    def _chunks_of(self, thought: str, events: list[Event]) -> Iterator[ChatGenerationChunk]:
-        if thought:
-            self._num_blocks = max(self._num_blocks, 1)
-            yield self._chunk(AIMessageChunk(content="", id=self._id, additional_kwargs={"reasoning_content": thought}))
+    def _chunks_of(self, events: list[Event]) -> Iterator[ChatGenerationChunk]:
         for event in events:
-            if isinstance(event, TextDelta):
+            if isinstance(event, TextDelta) and event.is_thinking:
+                self._num_blocks = max(self._num_blocks, 1)
+                thought = {"reasoning_content": event.text}
+                yield self._chunk(AIMessageChunk(content="", id=self._id, additional_kwargs=thought))
+            elif isinstance(event, TextDelta):
                 self._num_blocks += not self._text
                 self._text.append(event.text)
                 yield self._chunk(AIMessageChunk(content=event.text, id=self._id))

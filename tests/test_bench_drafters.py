@@ -356,6 +356,8 @@ def test_tokens_are_a_calls_where_the_parser_shows_no_text(runtime: Runtime) -> 
     bare = '{"name": "add", "arguments": {"a": 1}}'
     assert kinds_of(bare, runtime) == "T" * len(bare)
     assert kinds_of(bare.replace("add", "sub"), runtime) == "P" * len(bare)
+    thought = f"<think>\nwhy {CALL}\n</think>\n\n"
+    assert kinds_of(f"{thought}So:\n{CALL}", runtime) == "P" * (len(thought) + 3) + "T" * (1 + len(CALL))
     assert kinds_of(f"é {CALL[:20]}", runtime) == "PP" + "T" * 21  # two bytes, a space, a call that is cut off
 
 

@@ -25,7 +25,7 @@ from dlite_agent import ChatDLite, Settings
 from dlite_agent.constraints import GrammarFactory
 from dlite_agent.errors import ConfigError, UnsupportedSchemaError
 from dlite_agent.prompting.dialects import DIALECTS, Dialect
-from dlite_agent.reasoning import ThinkingSplit
+from dlite_agent.prompting.thinking import ThinkingSplit
 from dlite_agent.runtime import close_all
 from dlite_agent.structured import IncompleteReplyError, answer_constraint
 from dlite_agent.testing import TINY_CHAT_TEMPLATE, byte_tokenizer, write_tiny_chat_model
@@ -265,7 +265,7 @@ def test_reasoning_is_a_block_of_its_own(thinker: ChatDLite, monkeypatch: pytest
         {"type": "text", "text": message.text},
     ]
     assert message.usage_metadata is not None
-    assert message.usage_metadata.get("output_token_details") == {"reasoning": len(f"\n{thought}\n</think>")}
+    assert message.usage_metadata.get("output_token_details") == {"reasoning": len(f"\n{thought}\n</think>\n\n")}
     chunks: list[Any] = list(bound.stream("hello"))
     streamed: Any = sum(chunks[1:], start=chunks[0])
     assert streamed.additional_kwargs == message.additional_kwargs
@@ -316,9 +316,9 @@ def split(pieces: list[str], *, is_thinking: bool) -> tuple[str, str, int]:
     [
         ("hello", False, ("", "hello", 0)),
         (" \n hello", False, ("", " \n hello", 0)),
-        ("<think>\nwhy\n</think>\n\nhello\n", False, ("why", "hello\n", 20)),
+        ("<think>\nwhy\n</think>\n\nhello\n", False, ("why", "hello\n", 22)),
         ("\n<think>a < b</think>x</think>", False, ("a < b", "x</think>", 21)),
-        ("a\n b\n</think>\n", True, ("a\n b", "", 13)),
+        ("a\n b\n</think>\n", True, ("a\n b", "", 14)),
         ("cut </thi", True, ("cut </thi", "", 9)),
         ("<thin", False, ("", "<thin", 0)),
         ("<thing>", False, ("", "<thing>", 0)),

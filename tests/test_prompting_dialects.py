@@ -29,6 +29,7 @@ from dlite_agent.prompting.dialects import (
 )
 from dlite_agent.prompting.forms import JsonForm
 from dlite_agent.prompting.parser import Event, InvalidToolCall, StreamParser, TextDelta, ToolCall
+from dlite_agent.prompting.spans import SPACE
 
 ALL = (*DIALECTS, GENERIC)
 Calls = list[tuple[str, dict[str, Any]]]
@@ -160,12 +161,13 @@ def test_written_calls_come_back_whole_however_the_reply_is_cut(
         assert not isinstance(dialect.form, JsonForm)
         return
     before, after = dialect.thinking
-    thinking = thought and f"{before}{thought.format(open=dialect.call_open, close=dialect.call_close)}{after}"
+    thought = thought.format(open=dialect.call_open, close=dialect.call_close)
+    thinking = thought and f"{before}{thought}{after}"
     reply = f"{thinking}{text}\n{opened(dialect, wanted)}{trailing}"
     expected = parse(dialect, [reply])
     assert exact(calls_of(expected)) == exact(wanted)
-    assert text_of(expected) == text
-    assert text_of(expected, is_thinking=True) == thinking
+    assert text_of(expected) == (text.lstrip(SPACE) if thinking else text)
+    assert text_of(expected, is_thinking=True) == thought.strip(SPACE)
     assert not any(isinstance(event, InvalidToolCall) for event in expected)
     assert parse(dialect, list(reply)) == expected
     assert parse(dialect, cut(reply, data)) == expected
@@ -340,9 +342,9 @@ def test_thinking_is_text_of_its_own_and_holds_no_calls(dialect: Dialect) -> Non
     opener, closer = dialect.thinking
     inner = f"maybe {opened(dialect, TWO)} {closer[:-1]}"
     reply = f"{opener}{inner}{closer}\n\nNo."
-    assert parse(dialect, list(reply)) == [TextDelta(f"{opener}{inner}{closer}", True), TextDelta("\n\nNo.")]
+    assert parse(dialect, list(reply)) == [TextDelta(inner, True), TextDelta("No.")]
     rest = reply.removeprefix(opener)
-    assert parse(dialect, list(rest), is_thinking=True) == [TextDelta(f"{inner}{closer}", True), TextDelta("\n\nNo.")]
+    assert parse(dialect, list(rest), is_thinking=True) == [TextDelta(inner, True), TextDelta("No.")]
     assert parse(dialect, [rest.removesuffix(f"{closer}\n\nNo.")], is_thinking=True) == [TextDelta(inner, True)]
     assert dialect.is_thinking(f"...{closer} assistant\n{opener}\n")
     assert not dialect.is_thinking(f"{opener}\n\n{closer}\n\n")

@@ -12,7 +12,7 @@ from dlite_agent.prompting.schemas import Schema
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """Text to show. Of thinking, the tags are part of the text."""
+    """Text to show, of the answer or of the thinking before it."""
 
     text: str
     is_thinking: bool = False

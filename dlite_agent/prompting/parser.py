@@ -1,12 +1,12 @@
-"""The model's reply, as it streams in, split into text and tool calls.
+"""The model's reply, as it streams in, split into thinking, text and tool calls.
 
 Text that may still become a call is held back, and released as soon as it is clear that it does not. Calls are given
 out whole or not at all. What is given out depends on the reply alone, not on how it was cut into pieces.
 
-The rules: thinking, which comes first or not at all, is text and holds no calls. A call begins with the dialect's tag,
-anywhere; or, at the very beginning of the answer, as a bare or fenced JSON object (also several, or a list) that names
-a bound tool and whose arguments validate against the tool's schema. White space before a call belongs to the protocol,
-and text after a call is dropped: both are in the raw reply only.
+The rules: thinking (see `thinking`), which comes first or not at all, holds no calls. A call begins with the dialect's
+tag, anywhere; or, at the very beginning of the answer, as a bare or fenced JSON object (also several, or a list) that
+names a bound tool and whose arguments validate against the tool's schema. White space before a call belongs to the
+protocol, and text after a call is dropped: both are in the raw reply only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from dlite_agent.prompting.dialects import Dialect
 from dlite_agent.prompting.events import Event, InvalidToolCall, TextDelta, ToolCall, invalid_call, read_call
 from dlite_agent.prompting.heads import Head, HeadState, scan_head
 from dlite_agent.prompting.schemas import Schema, is_valid
-from dlite_agent.prompting.spans import JSON_SPAN, OPEN, SPACE, SpanScan, overlap, scan_literal, skip_space
+from dlite_agent.prompting.spans import JSON_SPAN, SPACE, SpanScan, overlap, skip_space
+from dlite_agent.prompting.thinking import ThinkingSplit
 
 __all__ = ["Event", "InvalidToolCall", "StreamParser", "TextDelta", "ToolCall"]
 
@@ -39,18 +40,23 @@ class StreamParser:
     def __init__(self, dialect: Dialect, tool_schemas: Mapping[str, Schema], *, is_thinking: bool = False) -> None:
         self._dialect = dialect
         self._schemas = tool_schemas
+        self._thinking = ThinkingSplit(dialect.thinking, is_thinking=is_thinking)
         self._buffer = ""
         self._has_called = False
         self._closer: str | None = None
         self._head = Head(HeadState.OPEN)
         self._object: SpanScan | None = None
         self._block: BlockScan | None = None
-        self._step: Callable[[list[Event]], bool] = self._scan_thinking if is_thinking else self._scan_beginning
+        self._step: Callable[[list[Event]], bool] = self._scan_start if tool_schemas else self._scan_text
+
+    @property
+    def num_thought(self) -> int:
+        """Characters of the reply so far that are not the answer: thinking, its tags, white space around them."""
+        return self._thinking.num_chars
 
     def feed(self, text: str) -> list[Event]:
         """Take the next piece of the reply; returns what has become certain."""
-        self._buffer += text
-        events: list[Event] = []
+        events = self._split(self._thinking.feed(text))
         self._run(events)
         return events
 
@@ -60,12 +66,10 @@ class StreamParser:
         Args:
             truncated: The reply hit its length limit instead of ending by itself. A call that it cut is invalid.
         """
-        events: list[Event] = []
+        events = self._split(self._thinking.close())
         error = _TRUNCATED if truncated else _UNCLOSED
         is_cut_call = truncated or self._has_called or self._dialect.is_bare
-        if self._step == self._scan_thinking:
-            self._emit(events, TextDelta(self._buffer, is_thinking=True))
-        elif self._step == self._scan_bare and is_cut_call:
+        if self._step == self._scan_bare and is_cut_call:
             cut = self._buffer[self._head.start :]
             self._emit(events, invalid_call(self._dialect.bare_form, cut, error))
         elif self._block is None:
@@ -79,6 +83,12 @@ class StreamParser:
         self._step = self._scan_text
         return events
 
+    def _split(self, parts: tuple[str, str]) -> list[Event]:
+        """Take a piece of the answer; returns the piece of thinking before it."""
+        thought, answer = parts
+        self._buffer += answer
+        return [TextDelta(thought, is_thinking=True)] if thought else []
+
     def _run(self, events: list[Event]) -> None:
         while self._step(events):
             pass
@@ -91,27 +101,6 @@ class StreamParser:
         events.append(event)
 
     # Steps: each looks at the buffer, and returns False when it needs more of the reply.
-
-    def _scan_beginning(self, events: list[Event]) -> bool:
-        """Whether the reply begins with thinking."""
-        reached = scan_literal(self._buffer, skip_space(self._buffer, 0), self._dialect.thinking[0])
-        if reached == OPEN and self._schemas:
-            return False
-        self._step = self._answer_step() if reached < 0 else self._scan_thinking
-        return True
-
-    def _answer_step(self) -> Callable[[list[Event]], bool]:
-        return self._scan_start if self._schemas else self._scan_text
-
-    def _scan_thinking(self, events: list[Event]) -> bool:
-        closer = self._dialect.thinking[1]
-        end = self._buffer.find(closer)
-        size = len(self._buffer) - overlap(self._buffer, closer) if end < 0 else end + len(closer)
-        self._emit(events, TextDelta(self._buffer[:size], is_thinking=True))
-        self._buffer = self._buffer[size:]
-        if end >= 0:
-            self._step = self._answer_step()
-        return end >= 0
 
     def _scan_start(self, events: list[Event]) -> bool:
         """At the beginning of the answer, and again after each bare call."""

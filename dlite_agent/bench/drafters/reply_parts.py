@@ -39,7 +39,8 @@ def token_kinds(tokens: Sequence[int], runtime: Runtime, tools: Sequence[Mapping
         events += parser.feed(text)
     events += parser.feed(detokenizer.flush())
     events += parser.close(truncated=not is_ended)
-    num_shown = sum(len(event.text) for event in events if isinstance(event, TextDelta))
+    shown = [event.text for event in events if isinstance(event, TextDelta) and not event.is_thinking]
+    num_shown = parser.num_thought + sum(map(len, shown))
     has_call = any(not isinstance(event, TextDelta) for event in events)
     kinds: list[Kind] = ["tool" if has_call and start >= num_shown else "prose" for start in starts]
     if is_ended:

@@ -15,7 +15,7 @@ class ThinkingSplit:
         is_thinking: The prompt has opened it already.
 
     Attributes:
-        num_chars: Characters of the reply so far that are thinking, tags included.
+        num_chars: Characters of the reply so far that are not the answer: thinking, tags, white space around them.
     """
 
     def __init__(self, tags: tuple[str, str], *, is_thinking: bool) -> None:
@@ -67,7 +67,9 @@ class ThinkingSplit:
     def _take_answer(self) -> str:
         answer, self._held = self._held, ""
         if self._skips_space:
+            size = len(answer)
             answer = answer.lstrip(SPACE)
+            self.num_chars += size - len(answer)
             self._skips_space = not answer
         return answer
 
