@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import pytest
@@ -23,6 +23,14 @@ K = 7
 
 def dlite(seed: int = 0) -> DLiteDrafter:
     return DLiteDrafter(random_dlite(TARGET, num_drafts=K, seed=seed), TARGET.embedding)
+
+
+def dlite_of_every_second_token(seed: int) -> DLiteDrafter:
+    """DLite that can write the odd ids only."""
+    written = torch.arange(1, TARGET.vocab_size, 2, dtype=torch.int32)
+    model = random_dlite(TARGET, num_drafts=K, seed=seed, version="dlite_agent_v1", draft_vocab_size=len(written))
+    model.draft_to_target.copy_(written)
+    return DLiteDrafter(model, TARGET.embedding)
 
 
 def saying(tokens: Iterable[int], sure: float = 0.9) -> DLiteDrafter:
@@ -65,10 +73,13 @@ def mixture(p: torch.Tensor, ids: Sequence[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_each_token_is_the_likeliest_of_the_mixture_behind_those_before_it(seed: int) -> None:
+@pytest.mark.parametrize("made", [dlite, dlite_of_every_second_token])
+def test_each_token_is_the_likeliest_of_the_mixture_behind_those_before_it(
+    made: Callable[[int], DLiteDrafter], seed: int
+) -> None:
     rng = np.random.default_rng(seed)
     ids = rng.integers(0, 12, size=30).tolist()
-    drafter = dlite(seed=seed)
+    drafter = made(seed)
     view = view_of(ids, seed=seed)
     proposal = proposed(drafter, view)
     tokens = torch.tensor([list(proposal.tokens)])
@@ -76,7 +87,10 @@ def test_each_token_is_the_likeliest_of_the_mixture_behind_those_before_it(seed:
     hidden = drafter.model.hidden(view.pivot.unsqueeze(0), torch.tensor([ids[-1:]]), TARGET.embedding)
     logits = drafter.model.forced(hidden, torch.tensor([ids[-1:]]), tokens, TARGET.embedding)
     for k, token in enumerate(proposal.tokens):
-        mixed = mixture(torch.softmax(logits[0, k], dim=-1), [*ids, *proposal.tokens[:k]])
+        p = torch.softmax(logits[0, k], dim=-1)
+        if drafter.model.written_ids is not None:
+            p = torch.zeros(TARGET.vocab_size).index_copy(0, drafter.model.written_ids.long(), p)
+        mixed = mixture(p, [*ids, *proposal.tokens[:k]])
         assert token == int(mixed.argmax())
         assert proposal.confidence[k] == pytest.approx(float(mixed[token]), abs=1e-6)
     assert len(proposal.tokens) == K

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from dlite_agent.drafters.dlite import DLiteDrafter
-from dlite_agent.drafters.draws import Draws
+from dlite_agent.drafters.draws import Draws, draft_places
 from dlite_agent.drafters.lookup import LookupDrafter, chance
 from dlite_agent.drafters.protocol import DraftView, Proposal
 
@@ -90,11 +90,28 @@ class _MixedDraws(Draws):
             return view.drafted[k]
         copied, num_agreeing = self._lookup.copy_behind(text[:length])
         w = chance(num_agreeing)
-        mixed = self._over_all_tokens(p * (1 - w), missing=0.0)
-        mixed[copied] += w
-        token = int(mixed.argmax()) if view.draw is None else self._draw(i, k, mixed.log())
-        sure = float(mixed[token].clamp(max=1.0))
+        rest = p * (1 - w)
+        token, sure = self._draw_mixed(i, k, rest, copied, w) if view.draw else self._likeliest(rest, copied, w)
         is_copied = token == copied and w > sure / 2
         self.choices[i].append((sure, self._lookup.name if is_copied else self._dlite.name))
         text[length] = token
         return token
+
+    def _likeliest(self, rest: torch.Tensor, copied: int, w: float) -> tuple[int, float]:
+        """Return the mixture's likeliest token, and how likely it is; `rest [V_d]` is what DLite adds to the copy."""
+        ids = self._draft_to_target
+        place, is_written = (copied, True) if ids is None else draft_places(torch.tensor(copied).to(ids), ids)
+        if is_written:
+            rest[place] += w
+        best = int(rest.argmax())
+        sure = float(rest[best])
+        if w > sure:  # then DLite cannot write the copy
+            return copied, w
+        return best if ids is None else int(ids[best]), min(sure, 1.0)
+
+    def _draw_mixed(self, i: int, k: int, rest: torch.Tensor, copied: int, w: float) -> tuple[int, float]:
+        """Draw from the mixture in the view's way; returns the token, and how likely it was."""
+        mixed = self._over_all_tokens(rest, missing=0.0)
+        mixed[copied] += w
+        token = self._draw(i, k, mixed.log())
+        return token, min(float(mixed[token]), 1.0)
