@@ -1,8 +1,9 @@
-"""The tools an agent gets: files of one workspace, a calculator, a clock.
+"""The tools an agent gets: files of one workspace, a calculator, a clock; and more for who asks for them.
 
 Each module has a factory of LangChain tools. A tool's docstring and argument descriptions are the prompt a
 small model reads, so they are short and plain. Results are compact and the same for the same state; a
-`ToolException` comes back to the model as a tool message with status "error", in one line.
+`ToolException` comes back to the model as a tool message with status "error". What may hang or grow runs in
+a confined process (`process.py`, `confine.py`).
 """
 
 from __future__ import annotations
@@ -14,12 +15,22 @@ from langchain_core.tools import BaseTool
 from dlite_agent.tools.calculator import calculator_tool
 from dlite_agent.tools.clock import clock_tool
 from dlite_agent.tools.files import Workspace, file_tools
+from dlite_agent.tools.process import Limits
+from dlite_agent.tools.python import python_tool
 
-__all__ = ["Workspace", "calculator_tool", "clock_tool", "default_tools", "file_tools"]
+__all__ = [
+    "Limits",
+    "Workspace",
+    "calculator_tool",
+    "clock_tool",
+    "default_tools",
+    "file_tools",
+    "python_tool",
+]
 
 
 def default_tools(workspace: Path) -> list[BaseTool]:
-    """Return all tools, with file access confined to `workspace`.
+    """Return the tools that need nothing but a folder, with file access confined to it.
 
     Args:
         workspace: Folder the file tools may use; created where it does not exist.
