@@ -71,6 +71,9 @@ def test_listing_an_empty_or_a_huge_folder_stays_short(workspace: Workspace) -> 
 def test_edit_replaces_one_unique_piece_only(workspace: Workspace) -> None:
     workspace.write_file("a.txt", "one two two")
     assert workspace.edit_file("a.txt", "one", "1") == "edited a.txt (9 bytes)"
+    workspace.write_file("b.txt", "1 aaa")
+    with pytest.raises(ToolException, match="occurs 2 times"):
+        workspace.edit_file("b.txt", "aa", "x")  # the first two, or the last two?
     for old, problem in (("two", "occurs 2 times"), ("three", "does not occur"), ("", "old_text is empty")):
         with pytest.raises(ToolException, match=problem):
             workspace.edit_file("a.txt", old, "x")
@@ -91,6 +94,14 @@ def test_long_files_are_read_in_pages_that_join_to_the_whole(workspace: Workspac
     assert pages + page == text
     with pytest.raises(ToolException, match="has 600 lines"):
         workspace.read_file("long.txt", 601)
+
+
+def test_a_range_of_lines_is_read(workspace: Workspace) -> None:
+    workspace.write_file("a.txt", "one\ntwo\r\nthree\u2028still three\nfour")
+    assert workspace.read_file("a.txt", 2, 2) == "two\r\n(lines 2-2 of 4; read on with start_line 3)"
+    assert workspace.read_file("a.txt", 3, 9) == "three\u2028still three\nfour"
+    with pytest.raises(ToolException, match="end_line is 1, before start_line 2"):
+        workspace.read_file("a.txt", 2, 1)
 
 
 def test_one_line_longer_than_a_page_is_cut_and_said_so(workspace: Workspace) -> None:
@@ -242,6 +253,22 @@ def test_writing_keeps_the_mode(workspace: Workspace) -> None:
     assert (workspace.root / "run.sh").stat().st_mode & 0o777 == 0o750
 
 
+def test_set_user_id_does_not_survive_new_contents(workspace: Workspace) -> None:
+    (workspace.root / "suid").touch()
+    (workspace.root / "suid").chmod(0o4755)
+    workspace.write_file("suid", "#!/bin/sh")
+    assert (workspace.root / "suid").stat().st_mode & 0o7777 == 0o755
+
+
+def test_a_new_file_is_as_private_as_the_process_makes_files(workspace: Workspace) -> None:
+    before = os.umask(0o077)
+    try:
+        workspace.write_file("private.txt", "x")
+    finally:
+        os.umask(before)
+    assert (workspace.root / "private.txt").stat().st_mode & 0o777 == 0o600
+
+
 def test_sizes_are_bounded_both_ways(workspace: Workspace) -> None:
     with pytest.raises(ToolException, match="at most 1048576"):
         workspace.write_file("big.txt", "x" * (files_module.MAX_FILE_BYTES + 1))
@@ -285,6 +312,8 @@ def test_every_tool_has_a_short_prompt_and_described_arguments(tmp_path: Path) -
         "read_file",
         "write_file",
         "edit_file",
+        "find_files",
+        "search_files",
         "calculate",
         "current_time",
     ]

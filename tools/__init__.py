@@ -14,7 +14,8 @@ from langchain_core.tools import BaseTool
 
 from dlite_agent.tools.calculator import calculator_tool
 from dlite_agent.tools.clock import clock_tool
-from dlite_agent.tools.files import Workspace, file_tools
+from dlite_agent.tools.file_tools import file_tools
+from dlite_agent.tools.files import Workspace
 from dlite_agent.tools.process import Limits
 from dlite_agent.tools.python import python_tool
 

@@ -42,4 +42,4 @@ def _zone(name: str) -> tzinfo:
     try:
         return zoneinfo.ZoneInfo(name.strip())
     except (zoneinfo.ZoneInfoNotFoundError, ValueError, OSError) as error:
-        raise ToolException(f"unknown time zone {name!r}; expected a name such as UTC or Europe/Berlin") from error
+        raise ToolException(f"unknown time zone {name[:80]!r}; expected a name such as UTC or Europe/Berlin") from error
