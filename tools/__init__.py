@@ -14,6 +14,7 @@ from langchain_core.tools import BaseTool
 
 from dlite_agent.tools.calculator import calculator_tool
 from dlite_agent.tools.clock import clock_tool
+from dlite_agent.tools.database import database_tool
 from dlite_agent.tools.file_tools import file_tools
 from dlite_agent.tools.files import Workspace
 from dlite_agent.tools.process import Limits
@@ -24,6 +25,7 @@ __all__ = [
     "Workspace",
     "calculator_tool",
     "clock_tool",
+    "database_tool",
     "default_tools",
     "file_tools",
     "python_tool",
