@@ -17,6 +17,7 @@ from dlite_agent.tools.clock import clock_tool
 from dlite_agent.tools.database import database_tool
 from dlite_agent.tools.file_tools import file_tools
 from dlite_agent.tools.files import Workspace
+from dlite_agent.tools.notes import note_tools
 from dlite_agent.tools.process import Limits
 from dlite_agent.tools.python import python_tool
 
@@ -28,6 +29,7 @@ __all__ = [
     "database_tool",
     "default_tools",
     "file_tools",
+    "note_tools",
     "python_tool",
 ]
 
