@@ -20,6 +20,7 @@ from dlite_agent.tools.files import Workspace
 from dlite_agent.tools.notes import note_tools
 from dlite_agent.tools.process import Limits
 from dlite_agent.tools.python import python_tool
+from dlite_agent.tools.web import web_tool
 
 __all__ = [
     "Limits",
@@ -31,6 +32,7 @@ __all__ = [
     "file_tools",
     "note_tools",
     "python_tool",
+    "web_tool",
 ]
 
 
