@@ -15,7 +15,7 @@ from langchain_core.messages import ToolMessage
 from langchain_core.tools import ToolException
 
 from dlite_agent.errors import ConfigError
-from dlite_agent.tools import Workspace, default_tools
+from dlite_agent.tools import Workspace, database_tool, default_tools, note_tools, python_tool, web_tool
 from dlite_agent.tools import files as files_module
 
 SECRET = "outside the workspace"
@@ -317,6 +317,8 @@ def test_every_tool_has_a_short_prompt_and_described_arguments(tmp_path: Path) -
         "calculate",
         "current_time",
     ]
-    for tool in tools:
+    (tmp_path / "a.db").touch()
+    more = [*note_tools(tmp_path), database_tool(tmp_path / "a.db"), web_tool(["example.org"])]
+    for tool in [*tools, *more, python_tool(is_confinement_required=False)]:
         assert 0 < len(tool.description) < 80
         assert all(schema.get("description") for schema in tool.args.values())
