@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import redis
 from redis.exceptions import AuthenticationError, NoPermissionError, OutOfMemoryError, ReadOnlyError
 
 from dlite_agent.errors import ConfigError, RecordError, SessionError, StoreFullError, StoreUnavailableError
 
+RedisClient: TypeAlias = redis.Redis | redis.RedisCluster
+"""What a store or a saver works with."""
 
-def require_binary(client: redis.Redis) -> None:
+
+def require_binary(client: RedisClient) -> None:
     """Refuse a client that would decode the replies.
 
     Args:

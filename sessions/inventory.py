@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from dlite_agent.errors import RecordError, UnknownSessionError
 from dlite_agent.sessions.client import translated
 from dlite_agent.sessions.keys import SessionName
-from dlite_agent.sessions.saver import namespace_of_name, thread_of_record
 from dlite_agent.sessions.store import SessionStore
 from dlite_agent.sessions.survey import SnapshotFacts, Survey, survey
+from dlite_agent.sessions.threads import namespace_of_name, thread_of_record
 
 _AGENT_NODES = ("", "model", "agent")
 """Nodes in which LangChain's agents call their model; they are part of the namespace of such a call."""

@@ -1,29 +1,18 @@
 """LangGraph checkpoints in plain Redis: no modules, no pickle, and an outage is an error, never a fresh thread.
 
-Two keys hold a thread, so it is written, extended, expired and deleted as a whole:
-
-* a hash of records: checkpoints without their channel values, one blob per channel *version* (a step stores only the
-  channels it changed), and pending writes;
-* a sorted set of names in byte order: the newest checkpoint of a namespace and the writes of a checkpoint are ranges.
-
-Names are tuples of length-prefixed parts, so no thread id, namespace, channel or task id can be mistaken for another.
+`threads` says how a thread lies in Redis; here its records are made and read.
 """
 
 from __future__ import annotations
 
-import asyncio
 import builtins
 import secrets
-import struct
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
-import redis
 from langchain_core.runnables import RunnableConfig
 from langgraph.checkpoint.base import (
     WRITES_IDX_MAP,
-    BaseCheckpointSaver,
     ChannelVersions,
     Checkpoint,
     CheckpointMetadata,
@@ -35,28 +24,35 @@ from langgraph.checkpoint.base import (
 )
 from langgraph.checkpoint.serde.base import SerializerProtocol
 from langgraph.checkpoint.serde.jsonplus import JsonPlusSerializer
-from redis.client import Pipeline
 
 from dlite_agent.errors import ConfigError, RecordError
-from dlite_agent.sessions.client import require_binary, translated
-from dlite_agent.sessions.keys import Keys, thread_hash, without_task_ids
+from dlite_agent.sessions.client import RedisClient, require_binary, translated
+from dlite_agent.sessions.keys import Keys
+from dlite_agent.sessions.pruning import all_but_latest, copy_records, of_runs, remove_checkpoints
+from dlite_agent.sessions.threaded import ThreadedSaver
+from dlite_agent.sessions.threads import (
+    CHECKPOINT,
+    EMPTY,
+    THREAD,
+    WRITE,
+    Thread,
+    blob_name,
+    check_whole,
+    checkpoint_name,
+    checkpoint_parts,
+    decode,
+    encode,
+    join,
+    split,
+    write_name,
+    write_parts,
+)
 
-_CHECKPOINT, _BLOB, _WRITE, _THREAD = b"c", b"b", b"w", b"t"
-_EMPTY = b"empty"  # a channel version without a value
 _AFTER_ALL = b"\xff"  # sorts after any length prefix and any UTF-8
 _PAGE = 64
 
 
-@dataclass(frozen=True, slots=True)
-class _Thread:
-    """A thread's two keys, and the id its tuples name."""
-
-    thread_id: str
-    data: str
-    index: str
-
-
-class RedisSaver(BaseCheckpointSaver[str]):
+class RedisSaver(ThreadedSaver):
     """Keeps the checkpoints of LangGraph threads in Redis. Safe to share between threads and event loops.
 
     The async methods run the same code in worker threads. All methods raise StoreUnavailableError when the server does
@@ -65,7 +61,7 @@ class RedisSaver(BaseCheckpointSaver[str]):
 
     def __init__(
         self,
-        client: redis.Redis,
+        client: RedisClient,
         *,
         tenant: str = "default",
         ttl_s: int | None = None,
@@ -122,14 +118,14 @@ class RedisSaver(BaseCheckpointSaver[str]):
         thread, namespace = self._thread(config), _namespace(config)
         values = checkpoint["channel_values"]
         bare = {key: value for key, value in checkpoint.items() if key != "channel_values"}
-        name = _checkpoint_name(namespace, checkpoint["id"])
+        name = checkpoint_name(namespace, checkpoint["id"])
         fields: dict[Any, Any] = {
-            _blob_name(namespace, channel, version): self._dump(values[channel]) if channel in values else _EMPTY
+            blob_name(namespace, channel, version): self._dump(values[channel]) if channel in values else EMPTY
             for channel, version in new_versions.items()
         }
-        parent = _encode(get_checkpoint_id(config) or "")
-        fields[name] = _join(parent, self._dump(bare), self._dump(get_checkpoint_metadata(config, metadata)))
-        fields[_THREAD] = _encode(thread.thread_id)
+        parent = encode(get_checkpoint_id(config) or "")
+        fields[name] = join(parent, self._dump(bare), self._dump(get_checkpoint_metadata(config, metadata)))
+        fields[THREAD] = encode(thread.thread_id)
         with translated("storing a checkpoint"):
             pipe = self.client.pipeline(transaction=True)
             pipe.hset(thread.data, mapping=fields)
@@ -151,13 +147,12 @@ class RedisSaver(BaseCheckpointSaver[str]):
         """
         thread, namespace = self._thread(config), _namespace(config)
         checkpoint_id = _where(config)["checkpoint_id"]
-        prefix = _WRITE + _join(*map(_encode, (namespace, checkpoint_id, task_id)))
         with translated("storing a task's writes"):
             pipe = self.client.pipeline(transaction=True)
             for position, (channel, value) in enumerate(writes):
                 index = WRITES_IDX_MAP.get(channel, position)
-                name: Any = prefix + struct.pack(">i", index)
-                record: Any = _join(_encode(channel), _encode(task_path), self._dump(value))
+                name: Any = write_name(namespace, checkpoint_id, task_id, index)
+                record: Any = join(encode(channel), encode(task_path), self._dump(value))
                 if index < 0:  # errors, interrupts and resumes: the last one counts
                     pipe.hset(thread.data, name, record)
                 else:
@@ -178,9 +173,9 @@ class RedisSaver(BaseCheckpointSaver[str]):
         thread, namespace = self._thread(config), _namespace(config)
         wanted = get_checkpoint_id(config)
         if wanted:
-            names = [_checkpoint_name(namespace, wanted)]
+            names = [checkpoint_name(namespace, wanted)]
         else:
-            names = self._names(thread, _CHECKPOINT + _join(_encode(namespace)), limit=1)
+            names = self._names(thread, CHECKPOINT + join(encode(namespace)), limit=1)
         return next(self._load(thread, names, only={}), None)
 
     def list(
@@ -218,64 +213,66 @@ class RedisSaver(BaseCheckpointSaver[str]):
         Args:
             thread_id: The thread; an unknown one is no error.
         """
-        thread = self._named(thread_id)
+        thread = Thread.named(thread_id, self.keys)
         with translated("removing a thread"):
             self.client.unlink(thread.data, thread.index)
 
-    async def aput(
-        self,
-        config: RunnableConfig,
-        checkpoint: Checkpoint,
-        metadata: CheckpointMetadata,
-        new_versions: ChannelVersions,
-    ) -> RunnableConfig:
-        """`put`, off the event loop."""
-        return await asyncio.to_thread(self.put, config, checkpoint, metadata, new_versions)
+    def delete_for_runs(self, run_ids: Sequence[str]) -> None:
+        """Remove the checkpoints whose metadata name one of these runs as `run_id`, and their writes, in every thread.
 
-    async def aput_writes(
-        self, config: RunnableConfig, writes: Sequence[tuple[str, Any]], task_id: str, task_path: str = ""
-    ) -> None:
-        """`put_writes`, off the event loop."""
-        await asyncio.to_thread(self.put_writes, config, writes, task_id, task_path)
+        Reads all checkpoints of the tenant. A thread that goes on from a removed checkpoint loses the history of its
+        `DeltaChannel`s before it.
 
-    async def aget_tuple(self, config: RunnableConfig) -> CheckpointTuple | None:
-        """`get_tuple`, off the event loop."""
-        return await asyncio.to_thread(self.get_tuple, config)
+        Args:
+            run_ids: The runs; an unknown one is no error.
+        """
+        if run_ids:
+            for thread in self._threads():
+                remove_checkpoints(self.client, thread, of_runs(run_ids), parse=self._parse)
 
-    async def alist(
-        self,
-        config: RunnableConfig | None,
-        *,
-        filter: dict[str, Any] | None = None,
-        before: RunnableConfig | None = None,
-        limit: int | None = None,
-    ) -> AsyncIterator[CheckpointTuple]:
-        """`list`, off the event loop."""
-        found = self.list(config, filter=filter, before=before, limit=limit)
-        while (item := await asyncio.to_thread(next, found, None)) is not None:
-            yield item
+    def copy_thread(self, source_thread_id: str, target_thread_id: str) -> None:
+        """Add all checkpoints and writes of a thread, in every namespace, to another one.
 
-    async def adelete_thread(self, thread_id: str) -> None:
-        """`delete_thread`, off the event loop."""
-        await asyncio.to_thread(self.delete_thread, thread_id)
+        Args:
+            source_thread_id: Where from; an unknown thread changes nothing.
+            target_thread_id: Where to.
+        """
+        source, target = (Thread.named(name, self.keys) for name in (source_thread_id, target_thread_id))
+        copy_records(self.client, source, target, ttl_s=self._ttl_s)
 
-    def _named(self, thread_id: str) -> _Thread:
-        hashed = thread_hash(thread_id)
-        return _Thread(thread_id, self.keys.checkpoint_data(hashed), self.keys.checkpoint_index(hashed))
+    def prune(self, thread_ids: Sequence[str], *, strategy: str = "keep_latest") -> None:
+        """Remove the history of threads. A run that goes on from an older checkpoint must have ended.
 
-    def _thread(self, config: RunnableConfig) -> _Thread:
-        return self._named(str(_where(config)["thread_id"]))
+        Args:
+            thread_ids: The threads; an unknown one is no error.
+            strategy: "keep_latest" leaves the newest checkpoint of each namespace, and those that its `DeltaChannel`s
+                are replayed from; "delete" leaves nothing.
 
-    def _threads(self) -> Iterator[_Thread]:
+        Raises:
+            ConfigError: If there is no such strategy.
+        """
+        if strategy not in ("keep_latest", "delete"):
+            raise ConfigError(f"strategy is {strategy!r}; expected keep_latest or delete")
+        for thread_id in thread_ids:
+            if strategy == "delete":
+                self.delete_thread(thread_id)
+            else:
+                thread = Thread.named(thread_id, self.keys)
+                remove_checkpoints(self.client, thread, all_but_latest, parse=self._parse)
+
+    def _thread(self, config: RunnableConfig) -> Thread:
+        return Thread.named(str(_where(config)["thread_id"]), self.keys)
+
+    def _threads(self) -> Iterator[Thread]:
         with translated("listing threads"):
             found = sorted(set(self.client.scan_iter(match=self.keys.checkpoints(), count=1000)))
         for key in found:
             with translated("listing threads"):
-                name: Any = self.client.hget(key, cast(str, _THREAD))
+                name: Any = self.client.hget(key, cast(str, THREAD))
             if name is not None:
-                yield self._named(_decode(name))
+                yield Thread.named(decode(name), self.keys)
 
-    def _names(self, thread: _Thread, prefix: bytes, *, limit: int | None = None) -> builtins.list[bytes]:
+    def _names(self, thread: Thread, prefix: bytes, *, limit: int | None = None) -> builtins.list[bytes]:
         """List names that start with a prefix, last first."""
         with translated("listing checkpoints"):
             pipe = self.client.pipeline(transaction=True)
@@ -284,23 +281,23 @@ class RedisSaver(BaseCheckpointSaver[str]):
             pipe.exists(thread.data)
             pipe.exists(thread.index)
             names, has_data, has_index = pipe.execute()
-        _check_whole(has_data, has_index)
+        check_whole(has_data, has_index)
         return cast(builtins.list[bytes], names)
 
-    def _select(self, thread: _Thread, config: RunnableConfig | None, *, before: str | None) -> builtins.list[bytes]:
+    def _select(self, thread: Thread, config: RunnableConfig | None, *, before: str | None) -> builtins.list[bytes]:
         """List the names of a thread's checkpoints that a config and a bound leave, newest first."""
         where = _where(config) if config else {}
         namespace = where.get("checkpoint_ns")
-        prefix = _CHECKPOINT if namespace is None else _CHECKPOINT + _join(_encode(namespace))
-        pairs = [(_checkpoint_id(name), name) for name in self._names(thread, prefix)]
+        prefix = CHECKPOINT if namespace is None else CHECKPOINT + join(encode(namespace))
+        pairs = [(checkpoint_parts(name)[1], name) for name in self._names(thread, prefix)]
         wanted = get_checkpoint_id(config) if config else None
         if wanted:
-            pairs = [pair for pair in pairs if pair[0] == _encode(wanted)]
+            pairs = [pair for pair in pairs if pair[0] == encode(wanted)]
         if before:
-            pairs = [pair for pair in pairs if pair[0] < _encode(before)]
+            pairs = [pair for pair in pairs if pair[0] < encode(before)]
         return [name for _, name in sorted(pairs, reverse=True)]
 
-    def _load(self, thread: _Thread, names: Sequence[bytes], *, only: dict[str, Any]) -> Iterator[CheckpointTuple]:
+    def _load(self, thread: Thread, names: Sequence[bytes], *, only: dict[str, Any]) -> Iterator[CheckpointTuple]:
         """Read the checkpoints of these names that exist and whose metadata holds what `only` holds."""
         if not names:
             return
@@ -308,49 +305,55 @@ class RedisSaver(BaseCheckpointSaver[str]):
             pipe = self.client.pipeline(transaction=True)
             pipe.hmget(thread.data, cast(builtins.list[str], builtins.list(names)))
             for name in names:
-                prefix = _WRITE + _join(*_checkpoint_parts(name))
+                prefix = WRITE + join(*checkpoint_parts(name))
                 pipe.zrangebylex(thread.index, b"[" + prefix, b"[" + prefix + _AFTER_ALL)
             pipe.exists(thread.data)
             pipe.exists(thread.index)
             self._extend(pipe, thread)
             records, *rest = pipe.execute()
-        _check_whole(rest[len(names)], rest[len(names) + 1])
+        check_whole(rest[len(names)], rest[len(names) + 1])
         for name, record, writes in zip(names, records, rest[: len(names)], strict=True):
             if record is None:
                 continue
-            parent, checkpoint, metadata = _split(record, 3)
+            parent, checkpoint, metadata = split(record, 3)
             known = self._parse(metadata)
             if all(known.get(key) == value for key, value in only.items()):
                 bare = self._parse(checkpoint)
-                yield self._assemble(thread, name, parent=parent, bare=bare, metadata=known, writes=writes)
+                found = self._assemble(thread, name, parent=parent, bare=bare, metadata=known, writes=writes)
+                if found is not None:
+                    yield found
 
     def _assemble(
         self,
-        thread: _Thread,
+        thread: Thread,
         name: bytes,
         *,
         parent: bytes,
         bare: Any,
         metadata: CheckpointMetadata,
         writes: Sequence[bytes],
-    ) -> CheckpointTuple:
-        namespace, checkpoint_id = map(_decode, _checkpoint_parts(name))
+    ) -> CheckpointTuple | None:
+        """Read what belongs to a checkpoint; None if the checkpoint has been removed since it was read."""
+        namespace, checkpoint_id = map(decode, checkpoint_parts(name))
         versions: ChannelVersions = bare["channel_versions"]
-        fields: builtins.list[Any] = [_blob_name(namespace, channel, version) for channel, version in versions.items()]
-        fields.extend(writes)
+        fields: builtins.list[Any] = [blob_name(namespace, channel, version) for channel, version in versions.items()]
+        fields += [*writes, name]
         with translated("reading a checkpoint's channels"):
-            found: builtins.list[Any] = self.client.hmget(thread.data, fields) if fields else []
-        blobs, records = found[: len(versions)], found[len(versions) :]
+            *found, still_there = self.client.hmget(thread.data, fields)
+        if still_there is None:
+            return None
+        blobs: Any = found[: len(versions)]
+        records: Any = found[len(versions) :]
         values = {
             channel: self._parse(blob)
             for channel, blob in zip(versions, blobs, strict=True)
-            if blob is not None and blob != _EMPTY
+            if blob is not None and blob != EMPTY
         }
         return CheckpointTuple(
             config=_config(thread, namespace, checkpoint_id),
             checkpoint=cast(Checkpoint, {**bare, "channel_values": values}),
             metadata=metadata,
-            parent_config=_config(thread, namespace, _decode(parent)) if parent else None,
+            parent_config=_config(thread, namespace, decode(parent)) if parent else None,
             pending_writes=self._parse_writes(writes, records),
         )
 
@@ -359,53 +362,27 @@ class RedisSaver(BaseCheckpointSaver[str]):
         for name, record in zip(names, records, strict=True):
             if record is None:
                 raise RecordError("a pending write is gone from its thread; delete the thread or restore it")
-            task_id = _decode(_split(name[1:-4], 3)[2])
-            channel, task_path, value = _split(record, 3)
-            (index,) = struct.unpack(">i", name[-4:])
-            key = writes_sort_key(_decode(task_path), task_id, index)
-            found.append((key, (task_id, _decode(channel), self._parse(value))))
+            *_, task_id, index = write_parts(name)
+            channel, task_path, value = split(record, 3)
+            key = writes_sort_key(decode(task_path), decode(task_id), index)
+            found.append((key, (decode(task_id), decode(channel), self._parse(value))))
         return [write for _, write in sorted(found, key=lambda pair: pair[0])]
 
     def _dump(self, value: Any) -> bytes:
         kind, data = self.serde.dumps_typed(value)
-        return _join(kind.encode(), data)
+        return join(kind.encode(), data)
 
     def _parse(self, record: bytes) -> Any:
-        kind, data = _split(record, 2)
+        kind, data = split(record, 2)
         try:
             return self.serde.loads_typed((kind.decode(), data))
         except (NotImplementedError, ValueError) as error:
             raise RecordError(f"a checkpoint of type {kind!r} cannot be read: {error}") from error
 
-    def _extend(self, pipe: Pipeline, thread: _Thread) -> None:
+    def _extend(self, pipe: Any, thread: Thread) -> None:
         if self._ttl_s is not None:
             pipe.expire(thread.data, self._ttl_s)
             pipe.expire(thread.index, self._ttl_s)
-
-
-def thread_of_record(record: bytes) -> str:
-    """Read the thread id that a thread's data key holds in its field `t`.
-
-    Raises:
-        RecordError: If it is damaged.
-    """
-    try:
-        return _decode(record)
-    except ValueError as error:
-        raise RecordError(f"a thread's name cannot be read: {error}") from error
-
-
-def namespace_of_name(name: bytes) -> str:
-    """Read a checkpoint's namespace, without per-step task ids, from its name in a thread's index.
-
-    Raises:
-        RecordError: If it is damaged.
-    """
-    try:
-        namespace = _decode(_checkpoint_parts(name)[0])
-    except (ValueError, struct.error) as error:
-        raise RecordError(f"a checkpoint's name cannot be read: {error}") from error
-    return without_task_ids(namespace)
 
 
 def _where(config: RunnableConfig) -> dict[str, Any]:
@@ -416,55 +393,6 @@ def _namespace(config: RunnableConfig) -> str:
     return str(_where(config).get("checkpoint_ns", ""))
 
 
-def _config(thread: _Thread, namespace: str, checkpoint_id: str) -> RunnableConfig:
+def _config(thread: Thread, namespace: str, checkpoint_id: str) -> RunnableConfig:
     where = {"thread_id": thread.thread_id, "checkpoint_ns": namespace, "checkpoint_id": checkpoint_id}
     return {"configurable": where}
-
-
-def _check_whole(has_data: int, has_index: int) -> None:
-    if bool(has_data) != bool(has_index):
-        raise RecordError(
-            "half of a thread is gone from Redis; delete the thread or restore it, and use a volatile-* eviction policy"
-        )
-
-
-def _checkpoint_name(namespace: str, checkpoint_id: str) -> bytes:
-    """Name a checkpoint so that those of one namespace sort by id: the id comes last, without its length."""
-    return _CHECKPOINT + _join(_encode(namespace)) + _encode(checkpoint_id)
-
-
-def _checkpoint_parts(name: bytes) -> tuple[bytes, bytes]:
-    (size,) = struct.unpack_from(">I", name, 1)
-    return name[5 : 5 + size], name[5 + size :]
-
-
-def _checkpoint_id(name: bytes) -> bytes:
-    return _checkpoint_parts(name)[1]
-
-
-def _blob_name(namespace: str, channel: str, version: str | int | float) -> bytes:
-    return _BLOB + _join(_encode(namespace), _encode(channel), type(version).__name__.encode(), _encode(str(version)))
-
-
-def _encode(text: str) -> bytes:
-    return text.encode("utf-8", "surrogatepass")
-
-
-def _decode(data: bytes) -> str:
-    return data.decode("utf-8", "surrogatepass")
-
-
-def _join(*parts: bytes) -> bytes:
-    return b"".join(piece for part in parts for piece in (struct.pack(">I", len(part)), part))
-
-
-def _split(data: bytes, num_parts: int) -> builtins.list[bytes]:
-    parts: builtins.list[bytes] = []
-    start = 0
-    while start + 4 <= len(data):
-        (size,) = struct.unpack_from(">I", data, start)
-        parts.append(data[start + 4 : start + 4 + size])
-        start += 4 + size
-    if start != len(data) or len(parts) != num_parts:
-        raise RecordError(f"a stored checkpoint has {len(parts)} parts in {len(data)} bytes; expected {num_parts}")
-    return parts
