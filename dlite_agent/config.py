@@ -50,7 +50,8 @@ class Settings:
 
     Attributes:
         home: Folder for models, calibration tables and the embedded server's data (`DLITE_HOME`).
-        redis_url: Server to use instead of the embedded one (`REDIS_URL`), or None.
+        redis_url: Server, Sentinel service or Cluster to use instead of the embedded server (`REDIS_URL`), or None;
+            `docs/SESSIONS.md` has the forms.
         threads: Compute threads for the target and the drafter (`DLITE_THREADS`).
         device: Where the target and the drafter run: "cpu", "cuda" or "mps" (`DLITE_DEVICE`).
         dtype: Of the target's weights and rows: "float32", "bfloat16" or "float16" (`DLITE_DTYPE`). Sixteen

@@ -54,14 +54,13 @@ def _server(settings: Settings) -> Finding:
 
 
 def _external_server(settings: Settings) -> Finding:
+    from dlite_agent.sessions.client import server_version
     from dlite_agent.sessions.embedded import connect
 
     try:
-        info = connect(settings).info("server")
+        return Finding("server at REDIS_URL", server_version(connect(settings)))
     except (SessionError, ValueError) as error:
         return Finding("server at REDIS_URL", str(error), is_fine=False, is_needed=True)
-    assert isinstance(info, dict)
-    return Finding("server at REDIS_URL", f"{info.get('server_name', 'redis')} {info.get('redis_version')}")
 
 
 def _models(settings: Settings) -> Iterator[Finding]:

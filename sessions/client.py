@@ -7,7 +7,15 @@ from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import redis
-from redis.exceptions import AuthenticationError, NoPermissionError, OutOfMemoryError, ReadOnlyError
+from redis.exceptions import (
+    AuthenticationError,
+    MovedError,
+    NoPermissionError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisClusterException,
+)
+from redis.sentinel import MasterNotFoundError
 
 from dlite_agent.errors import ConfigError, RecordError, SessionError, StoreFullError, StoreUnavailableError
 
@@ -28,6 +36,24 @@ def require_binary(client: RedisClient) -> None:
         raise ConfigError("the Redis client decodes replies as text; expected one made with decode_responses=False")
 
 
+def server_version(client: RedisClient) -> str:
+    """Ask a server, or one of a Cluster, what it is.
+
+    Args:
+        client: The client to ask with.
+
+    Returns:
+        For example "valkey 9.1.2".
+
+    Raises:
+        StoreUnavailableError: If it does not answer, or not to this user.
+    """
+    with translated("asking the server for its version"):
+        info: Any = client.info("server")
+    name = info.get("server_name", "redis")
+    return f"{name} {info.get(f'{name}_version', info['redis_version'])}"  # Valkey calls itself Redis 7.2 as well
+
+
 @contextmanager
 def translated(action: str) -> Iterator[None]:
     """Turn Redis errors of the body into this package's.
@@ -42,7 +68,7 @@ def translated(action: str) -> Iterator[None]:
     """
     try:
         yield
-    except redis.RedisError as error:
+    except (redis.RedisError, RedisClusterException) as error:
         raise translate(error, action) from error
 
 
@@ -56,7 +82,7 @@ def check_replies(replies: Sequence[Any]) -> None:
         redis.RedisError: The first error.
     """
     for reply in replies:
-        if isinstance(reply, redis.RedisError):
+        if isinstance(reply, redis.RedisError | RedisClusterException):
             raise reply
 
 
@@ -65,7 +91,7 @@ def is_wrong_type(reply: object) -> bool:
     return isinstance(reply, redis.ResponseError) and str(reply).startswith("WRONGTYPE ")
 
 
-def translate(error: redis.RedisError, action: str) -> SessionError:
+def translate(error: redis.RedisError | RedisClusterException, action: str) -> SessionError:
     """Choose this package's error for one of the Redis client's.
 
     Args:
@@ -85,8 +111,16 @@ def translate(error: redis.RedisError, action: str) -> SessionError:
         return RecordError(f"{said}; something else has written the key: remove it or use another database")
     if isinstance(error, ReadOnlyError):
         return StoreUnavailableError(f"{said}; point REDIS_URL at the primary")
-    if isinstance(error, AuthenticationError | NoPermissionError):
-        return StoreUnavailableError(f"{said}; check user, password and permissions in REDIS_URL")
-    if isinstance(error, redis.ConnectionError | redis.TimeoutError):
+    if isinstance(error, NoPermissionError) or "ACL failure" in text:
+        return StoreUnavailableError(f"{said}; give its user the commands and keys that docs/SESSIONS.md lists")
+    if isinstance(error, AuthenticationError):
+        return StoreUnavailableError(f"{said}; check user and password in REDIS_URL")
+    if isinstance(error, MovedError):
+        return StoreUnavailableError(f"{said}; it belongs to a Cluster: write redis+cluster:// in REDIS_URL")
+    if isinstance(error, MasterNotFoundError):
+        return StoreUnavailableError(f"{action}: Sentinel names no primary ({text}); try again after the failover")
+    if "SSL" in text:
+        return StoreUnavailableError(f"{said}; check rediss:// and ssl_ca_certs in REDIS_URL")
+    if isinstance(error, redis.ConnectionError | redis.TimeoutError | RedisClusterException):
         return StoreUnavailableError(f"{action}: Redis does not answer ({text}); check that the server runs")
     return StoreUnavailableError(said)

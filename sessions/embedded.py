@@ -30,12 +30,13 @@ from pathlib import Path
 from typing import Literal
 
 import redis
-from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
+from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from dlite_agent.config import Settings
-from dlite_agent.errors import ConfigError, ServerStartError
-from dlite_agent.sessions.client import translated
+from dlite_agent.errors import ServerStartError
+from dlite_agent.sessions.client import RedisClient
+from dlite_agent.sessions.connecting import open_client, socket_client
 
 _SOCKET_NAME = "redis.sock"
 _MAX_SOCKET_BYTES = 100  # Linux takes 107 bytes, macOS 103
@@ -59,7 +60,7 @@ class ServerState:
     keep: bool
 
 
-def connect(settings: Settings, *, keep: bool = False) -> redis.Redis:
+def connect(settings: Settings, *, keep: bool = False) -> RedisClient:
     """Open a client to the configured server, or to the embedded one.
 
     Args:
@@ -71,7 +72,7 @@ def connect(settings: Settings, *, keep: bool = False) -> redis.Redis:
         A binary client that has been answered.
 
     Raises:
-        ConfigError: If `redis_url` is no Redis URL.
+        ConfigError: If `redis_url` has no form that `sessions.connecting` knows.
         StoreUnavailableError: If the server at `redis_url` does not answer.
         ServerStartError: If the embedded server cannot be started.
     """
@@ -80,13 +81,7 @@ def connect(settings: Settings, *, keep: bool = False) -> redis.Redis:
         client = server.client()
         weakref.finalize(client.connection_pool, server.close)
         return client
-    try:
-        client = redis.Redis.from_url(settings.redis_url, decode_responses=False, retry=_retry())
-    except ValueError as error:
-        raise ConfigError(f"REDIS_URL is no Redis URL ({error}); expected redis://, rediss:// or unix://") from error
-    with translated("connecting to REDIS_URL"):
-        client.ping()
-    return client
+    return open_client(settings.redis_url)
 
 
 def find_server() -> Path:
@@ -167,7 +162,7 @@ class EmbeddedServer:
 
     def client(self) -> redis.Redis:
         """Open a binary client."""
-        return redis.Redis(unix_socket_path=self.state.socket, decode_responses=False, retry=_retry())
+        return socket_client(self.state.socket)
 
     def close(self) -> None:
         """End this process's use of the server; stop it if no other process uses it and none asked to keep it."""
@@ -198,10 +193,6 @@ class EmbeddedServer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _retry() -> Retry:
-    return Retry(ExponentialWithJitterBackoff(base=0.05, cap=0.5), 2)
 
 
 def _attach_or_launch(folder: Path, *, port: int | None, keep: bool) -> ServerState:

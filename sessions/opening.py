@@ -1,4 +1,4 @@
-"""A session store from a word: "auto" or a Redis URL."""
+"""A session store from a word: "auto" or a URL."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ def open_store(spec: str, settings: Settings) -> SessionStore:
     """Return the process's store of a spec, connecting the first time.
 
     Args:
-        spec: "auto" for `REDIS_URL` or else the embedded server, which is started if needed; or a Redis URL.
+        spec: "auto" for `REDIS_URL` or else the embedded server, which is started if needed; or a URL of a form that
+            `REDIS_URL` may have.
         settings: Says where the embedded server lives.
 
     Raises:
+        ConfigError: If a URL has none of those forms.
         StoreUnavailableError: If the server does not answer.
         ServerStartError: If the embedded server does not start.
     """

@@ -13,10 +13,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, TypeVar
 
-import redis
-
 from dlite_agent.errors import ConfigError, FencedError, RecordError, StoreFullError, StoreUnavailableError
-from dlite_agent.sessions.client import check_replies, is_wrong_type, require_binary, translated
+from dlite_agent.sessions.client import RedisClient, check_replies, is_wrong_type, require_binary, translated
 from dlite_agent.sessions.codecs import CodecName
 from dlite_agent.sessions.keys import Keys, SessionName, fingerprint_hash, is_snapshot_id
 from dlite_agent.sessions.records import Block, ForeignRecordError, RecordCodec, SideRow, Snapshot
@@ -153,7 +151,7 @@ class SessionStore:
 
     def __init__(
         self,
-        client: redis.Redis,
+        client: RedisClient,
         *,
         tenant: str = "default",
         secret: bytes = b"",

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-import redis
-
-from dlite_agent.sessions.client import check_replies, translated
+from dlite_agent.sessions.client import RedisClient, check_replies, translated
 
 _WRITE_BYTES = 16 * 2**20
 
@@ -34,7 +32,7 @@ class RecordWriter:
         damaged: Keys whose records were found damaged: the next write replaces them.
     """
 
-    def __init__(self, client: redis.Redis) -> None:
+    def __init__(self, client: RedisClient) -> None:
         self._client = client
         self.damaged: set[str] = set()
 

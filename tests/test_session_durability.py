@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import redis
 from langchain_core.messages import HumanMessage
 from langchain_core.runnables import RunnableConfig
 
@@ -26,6 +25,7 @@ from dlite_agent.engine.target import Target
 from dlite_agent.runtime import close_all
 from dlite_agent.session_keeper import Committed, LiveSession, Reuse, SessionKeeper
 from dlite_agent.sessions.checking import verify
+from dlite_agent.sessions.client import RedisClient
 from dlite_agent.sessions.embedded import EmbeddedServer
 from dlite_agent.sessions.keys import session_id
 from dlite_agent.sessions.store import SessionStore
@@ -41,7 +41,7 @@ def store(server: EmbeddedServer, request: pytest.FixtureRequest) -> SessionStor
 
 
 @contextmanager
-def writes_held(client: redis.Redis) -> Iterator[None]:
+def writes_held(client: RedisClient) -> Iterator[None]:
     """Have the server answer reads, but no write until the end of the body."""
     client.client_pause(600_000, all=False)
     try:

@@ -12,6 +12,7 @@ from langgraph.checkpoint.base import empty_checkpoint
 
 from dlite_agent.errors import ConfigError, RecordError, SessionExistsError, UnknownSessionError
 from dlite_agent.sessions.checking import verify
+from dlite_agent.sessions.client import RedisClient
 from dlite_agent.sessions.collecting import collect_garbage, remove_session
 from dlite_agent.sessions.creating import fork_session
 from dlite_agent.sessions.inventory import take_inventory
@@ -31,7 +32,7 @@ def store(client: redis.Redis) -> SessionStore:
     return SessionStore(client)
 
 
-def contents(client: redis.Redis) -> dict[bytes, bytes | None]:
+def contents(client: RedisClient) -> dict[bytes, bytes | None]:
     return {key: client.dump(key) for key in client.scan_iter()}
 
 
@@ -271,7 +272,7 @@ def test_damaged_snapshots_are_collected_when_asked(store: SessionStore, commit_
     assert removed == {"snapshot": 1, "block": 1, "side": 1}
 
 
-def flip(client: redis.Redis, key: str) -> None:
+def flip(client: RedisClient, key: str) -> None:
     record = client.get(key)
     assert isinstance(record, bytes)
     client.set(key, record[:-1] + bytes([record[-1] ^ 1]))

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import redis
 
 from dlite_agent.errors import (
     ConfigError,
@@ -22,6 +21,7 @@ from dlite_agent.errors import (
     UnknownSessionError,
 )
 from dlite_agent.sessions.checking import verify
+from dlite_agent.sessions.client import RedisClient
 from dlite_agent.sessions.collecting import collect_garbage, remove_session
 from dlite_agent.sessions.embedded import EmbeddedServer
 from dlite_agent.sessions.inventory import take_inventory
@@ -54,11 +54,11 @@ def exported(store: SessionStore, commit_turn: Commit, tmp_path: Path) -> Path:
     return path
 
 
-def is_empty(client: redis.Redis) -> bool:
+def is_empty(client: RedisClient) -> bool:
     return client.dbsize() == 0
 
 
-def records(client: redis.Redis) -> dict[bytes, bytes]:
+def records(client: RedisClient) -> dict[bytes, bytes]:
     """Every record that is not a head."""
     found = {key: client.get(key) for key in client.scan_iter() if not key.endswith(b":h")}
     return {key: record for key, record in found.items() if isinstance(record, bytes)}
