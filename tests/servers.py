@@ -116,7 +116,7 @@ def cluster(binary: str) -> Iterator[Place]:
         processes = []
         for port in ports:
             folder = stack.enter_context(_folder())
-            options = ["--cluster-enabled", "yes", "--cluster-node-timeout", "2000"]
+            options = ["--cluster-enabled", "yes", "--cluster-node-timeout", "5000"]
             processes.append(stack.enter_context(_running([binary, *_basics(port), *options], folder)))
         for port in ports:
             _wait_until_ready(port)
@@ -133,8 +133,11 @@ def cluster(binary: str) -> Iterator[Place]:
 
 
 @contextmanager
-def sentinels(binary: str, sentinel: str) -> Iterator[Place]:
-    """Run a primary, its replica and three Sentinels; the primary comes first in the place."""
+def sentinels(binary: str, sentinel: str, *, down_after_ms: int = 10_000) -> Iterator[Place]:
+    """Run a primary, its replica and three Sentinels; the primary comes first in the place.
+
+    They take a primary for dead that was silent for `down_after_ms`, be it just that the machine is busy.
+    """
     with ExitStack() as stack:
         primary, replica, *watchers = ports = _free_ports(5)
         replication = ["--repl-diskless-sync-delay", "0"]
@@ -147,7 +150,7 @@ def sentinels(binary: str, sentinel: str) -> Iterator[Place]:
         wait_for(partial(_is_linked, replica), "the replica's link")
         for port in watchers:
             folder = stack.enter_context(_folder())
-            (folder / "sentinel.conf").write_text(_sentinel_configuration(port, primary))
+            (folder / "sentinel.conf").write_text(_sentinel_configuration(port, primary, down_after_ms))
             command = [sentinel, "sentinel.conf", "--sentinel"]
             processes.append(stack.enter_context(_running(command, folder)))
         for port in watchers:
@@ -156,11 +159,11 @@ def sentinels(binary: str, sentinel: str) -> Iterator[Place]:
         yield Place(f"redis+sentinel://{hosts}/{SERVICE}/0", ports, tuple(processes))
 
 
-def _sentinel_configuration(port: int, primary: int) -> str:
+def _sentinel_configuration(port: int, primary: int, down_after_ms: int) -> str:
     return (
         f"port {port}\nbind 127.0.0.1\n"
         f"sentinel monitor {SERVICE} 127.0.0.1 {primary} 2\n"
-        f"sentinel down-after-milliseconds {SERVICE} 500\n"
+        f"sentinel down-after-milliseconds {SERVICE} {down_after_ms}\n"
         f"sentinel failover-timeout {SERVICE} 3000\n"
     )
 
