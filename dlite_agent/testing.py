@@ -11,11 +11,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from langchain_core.language_models import BaseChatModel
+from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, message_chunk_to_message
+from langchain_core.outputs import ChatGeneration, ChatResult
+from langchain_core.runnables import Runnable
+from pydantic import Field
 from torch import nn
 
 from dlite_agent.drafters.baselines import new_model
@@ -271,3 +277,37 @@ def write_tiny_chat_model(folder: Path, *, seed: int = 0, **overrides: Any) -> P
         _roughen(model)
     model.save_pretrained(folder)
     return folder
+
+
+class ScriptedChatModel(BaseChatModel):
+    """A LangChain chat model that says its script, and its last message again and again after that.
+
+    Attributes:
+        script: What it says, call by call; a chunk is what a stream added up to, read the way LangChain reads it.
+        prompts: The messages of each call so far.
+        choices: The `tool_choice` of each call so far.
+    """
+
+    script: list[AIMessage]
+    prompts: list[list[BaseMessage]] = Field(default_factory=list)
+    choices: list[Any] = Field(default_factory=list)
+
+    @property
+    def _llm_type(self) -> str:
+        return "scripted"
+
+    def bind_tools(self, tools: Sequence[Any], *, tool_choice: Any = None, **kwargs: Any) -> Runnable[Any, AIMessage]:
+        """Note the choice; what is said is the script's business."""
+        return self.bind(tool_choice=tool_choice)
+
+    def _generate(self, messages: list[BaseMessage], *args: Any, **kwargs: Any) -> ChatResult:
+        said = self.script[min(len(self.prompts), len(self.script) - 1)].model_copy(deep=True)
+        self.prompts.append(messages)
+        self.choices.append(kwargs.get("tool_choice"))
+        whole = message_chunk_to_message(said) if isinstance(said, AIMessageChunk) else said
+        return ChatResult(generations=[ChatGeneration(message=whole)])
+
+
+def calling(name: str, **args: Any) -> AIMessage:
+    """Return a reply that calls one tool, for a script."""
+    return AIMessage("", tool_calls=[{"name": name, "args": args, "id": f"call_{uuid.uuid4().hex}"}])

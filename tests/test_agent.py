@@ -3,61 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from langchain.agents import create_agent
-from langchain_core.language_models import BaseChatModel
-from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, ToolMessage
-from langchain_core.outputs import ChatGeneration, ChatResult
-from langchain_core.runnables import Runnable
+from langchain_core.messages import AIMessage
 from langgraph.checkpoint.memory import InMemorySaver
-from pydantic import Field
 
-from dlite_agent.agent import InvalidCallRetry, RepeatGuard, create_dlite_agent
+from dlite_agent.agent import create_dlite_agent
 from dlite_agent.agent.events import (
     AgentEvent,
     CallEvent,
     PlanEvent,
+    ReportEvent,
     ResultEvent,
     ToolEvent,
     as_json,
     from_json,
     run_turn,
 )
-from dlite_agent.agent.repeat_guard import REPEATED
 from dlite_agent.demo.task import DemoTask
 from dlite_agent.errors import ConfigError
-
-
-class ScriptedModel(BaseChatModel):
-    """Answers with its script, message by message, and notes which tool choice each call had."""
-
-    script: list[AIMessage]
-    choices: list[Any] = Field(default_factory=list)
-
-    @property
-    def _llm_type(self) -> str:
-        return "scripted"
-
-    def bind_tools(self, tools: Sequence[Any], *, tool_choice: Any = None, **kwargs: Any) -> Runnable[Any, AIMessage]:
-        return self.bind(tool_choice=tool_choice)
-
-    def _generate(self, messages: list[BaseMessage], *args: Any, **kwargs: Any) -> ChatResult:
-        self.choices.append(kwargs.get("tool_choice"))
-        return ChatResult(generations=[ChatGeneration(message=self.script[len(self.choices) - 1].model_copy())])
-
-
-def calling(name: str, **args: Any) -> AIMessage:
-    calling.count = getattr(calling, "count", 0) + 1  # type: ignore[attr-defined]
-    return AIMessage("", tool_calls=[{"name": name, "args": args, "id": f"call{calling.count}"}])  # type: ignore[attr-defined]
-
-
-def broken(number: int) -> AIMessage:
-    call = {"name": "add", "args": '{"a": 1', "id": f"broken{number}", "error": None, "type": "invalid_tool_call"}
-    return AIMessage("", invalid_tool_calls=[call])
+from dlite_agent.testing import ScriptedChatModel, calling
 
 
 @pytest.fixture
@@ -75,49 +43,9 @@ def add(ran: list[tuple[int, int]]) -> Callable[[int, int], int]:
     return add
 
 
-def run(model: ScriptedModel, add: Any, *middleware: Any) -> list[BaseMessage]:
-    agent = create_agent(model, [add], middleware=list(middleware))
-    messages: list[BaseMessage] = agent.invoke({"messages": [HumanMessage("go")]})["messages"]
-    return messages
-
-
-def test_a_repeated_call_is_answered_from_the_record_and_then_tools_are_withheld(add: Any, ran: Any) -> None:
-    model = ScriptedModel(script=[calling("add", a=1, b=2), calling("add", b=2, a=1), AIMessage("3")])
-    messages = run(model, add, RepeatGuard())
-    assert ran == [(1, 2)]
-    results = [message for message in messages if isinstance(message, ToolMessage)]
-    assert str(results[1].content).startswith("3\n")
-    assert [REPEATED in result.additional_kwargs for result in results] == [False, True]
-    assert model.choices == [None, None, "none"]
-
-
-def test_another_call_in_between_makes_it_no_repeat(add: Any, ran: Any) -> None:
-    calls = [calling("add", a=1, b=2), calling("add", a=5, b=5), calling("add", a=1, b=2)]
-    run(ScriptedModel(script=[*calls, AIMessage("done")]), add, RepeatGuard())
-    assert ran == [(1, 2), (5, 5), (1, 2)]
-
-
-def test_a_turn_has_a_bounded_number_of_calls(add: Any, ran: Any) -> None:
-    calls = [calling("add", a=number, b=0) for number in range(3)]
-    model = ScriptedModel(script=[*calls, AIMessage("enough")])
-    run(model, add, RepeatGuard(max_calls=3))
-    assert model.choices == [None, None, None, "none"]
-
-
-def test_an_invalid_call_is_never_run_and_asked_again_a_bounded_number_of_times(add: Any, ran: Any) -> None:
-    model = ScriptedModel(script=[broken(number) for number in range(5)])
-    messages = run(model, add, InvalidCallRetry(max_retries=2))
-    assert ran == []
-    assert len(model.choices) == 3
-    errors = [message for message in messages if isinstance(message, ToolMessage)]
-    assert [error.status for error in errors] == ["error", "error"]
-    assert isinstance(messages[-1], AIMessage)
-    assert messages[-1].invalid_tool_calls  # the end is in plain sight
-
-
-def test_a_model_that_mends_its_call_goes_on(add: Any, ran: Any) -> None:
-    run(ScriptedModel(script=[broken(9), calling("add", a=1, b=1), AIMessage("2")]), add, InvalidCallRetry())
-    assert ran == [(1, 1)]
+def broken(number: int) -> AIMessage:
+    call = {"name": "add", "args": '{"a": 1', "id": f"broken{number}", "error": None, "type": "invalid_tool_call"}
+    return AIMessage("", invalid_tool_calls=[call])
 
 
 def plan(*statuses: str) -> AIMessage:
@@ -128,7 +56,7 @@ def plan(*statuses: str) -> AIMessage:
 
 def test_a_turn_streams_its_calls_results_and_plan_once(add: Any) -> None:
     script = [plan("pending", "pending"), calling("add", a=2, b=2), AIMessage("4"), AIMessage("hello again")]
-    model = ScriptedModel(script=script)
+    model = ScriptedChatModel(script=script)
     agent = create_dlite_agent(model, [add], checkpointer=InMemorySaver())
     config = {"configurable": {"thread_id": "1"}}
     events = list(run_turn(agent, "go", config))
@@ -141,16 +69,17 @@ def test_a_turn_streams_its_calls_results_and_plan_once(add: Any) -> None:
 
 def test_history_that_a_middleware_rewrites_is_not_shown_again(add: Any) -> None:
     script = [*(broken(number) for number in range(3)), AIMessage("fine")]
-    agent = create_dlite_agent(ScriptedModel(script=script), [add], checkpointer=InMemorySaver())
+    agent = create_dlite_agent(ScriptedChatModel(script=script), [add], checkpointer=InMemorySaver())
     config = {"configurable": {"thread_id": "2"}}
-    list(run_turn(agent, "go", config))
+    reports = [event for event in run_turn(agent, "go", config) if isinstance(event, ReportEvent)]
+    assert [(event.kind, event.fields["num_rounds"]) for event in reports] == [("invalid_calls", n) for n in (1, 2, 3)]
     later = list(run_turn(agent, "and now?", config))
     assert len([event for event in later if isinstance(event, ToolEvent)]) == 0
 
 
 def test_events_survive_json() -> None:
     call = CallEvent(10, 5, "stop", {"passes": 2, "draft_us": 1, "target_us": 999_999})
-    events: list[AgentEvent] = [call, PlanEvent([{"content": "x"}])]
+    events: list[AgentEvent] = [call, PlanEvent([{"content": "x"}]), ReportEvent("drift", {"num_lost": 3})]
     assert [from_json(json.loads(json.dumps(as_json(event)))) for event in events] == events
     assert call.tau == 2.0
     assert call.tokens_per_second == pytest.approx(4.0)

@@ -8,6 +8,7 @@ from typing import Any
 
 from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, ToolMessage
 
+from dlite_agent.agent.reports import REPORT_KEY
 from dlite_agent.prompting.messages import METADATA_KEY
 
 
@@ -65,7 +66,24 @@ class CallEvent:
         return (self.output_tokens - 1) / seconds if seconds else 0.0
 
 
-AgentEvent = TextEvent | ToolEvent | ResultEvent | PlanEvent | CallEvent
+@dataclass(frozen=True, slots=True)
+class ReportEvent:
+    """What a middleware reports (`dlite_agent.agent.reports`): its kind and its fields."""
+
+    kind: str
+    fields: dict[str, Any]
+
+
+AgentEvent = TextEvent | ToolEvent | ResultEvent | PlanEvent | CallEvent | ReportEvent
+
+_KINDS = {
+    "text": TextEvent,
+    "tool": ToolEvent,
+    "result": ResultEvent,
+    "plan": PlanEvent,
+    "call": CallEvent,
+    "report": ReportEvent,
+}
 
 
 def run_turn(graph: Any, text: str | None, config: dict[str, Any]) -> Iterator[AgentEvent]:
@@ -78,11 +96,15 @@ def run_turn(graph: Any, text: str | None, config: dict[str, Any]) -> Iterator[A
     """
     given = None if text is None else {"messages": [HumanMessage(text)]}
     seen = {message.id for message in graph.get_state(config).values.get("messages", ())}
-    for mode, payload in graph.stream(given, config, stream_mode=["messages", "updates"]):
+    for mode, payload in graph.stream(given, config, stream_mode=["messages", "updates", "custom"]):
         if mode == "messages":
             message = payload[0]
             if isinstance(message, AIMessageChunk) and isinstance(message.content, str) and message.content:
                 yield TextEvent(message.content)
+            continue
+        if mode == "custom":
+            if isinstance(payload, dict) and REPORT_KEY in payload:
+                yield ReportEvent(payload[REPORT_KEY], {key: payload[key] for key in payload if key != REPORT_KEY})
             continue
         for update in payload.values():
             yield from _update_events(update, seen)
@@ -95,8 +117,7 @@ def as_json(event: AgentEvent) -> dict[str, Any]:
 
 def from_json(fields: dict[str, Any]) -> AgentEvent | None:
     """Return the event of an object that `as_json` made, or None if it is of another kind."""
-    kinds = {"text": TextEvent, "tool": ToolEvent, "result": ResultEvent, "plan": PlanEvent, "call": CallEvent}
-    kind: Any = kinds.get(fields["event"])
+    kind: Any = _KINDS.get(fields["event"])
     return None if kind is None else kind(**{name: value for name, value in fields.items() if name != "event"})
 
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from dlite_agent.agent.events import AgentEvent, CallEvent, PlanEvent, ResultEvent, TextEvent, ToolEvent
+from dlite_agent.agent.events import AgentEvent, CallEvent, PlanEvent, ReportEvent, ResultEvent, TextEvent, ToolEvent
 
 _MARKS = {"pending": "[ ]", "in_progress": "[~]", "completed": "[x]"}
 _SHOWN_CHARACTERS = 400
@@ -71,6 +71,9 @@ def show_event(event: AgentEvent, console: Console) -> None:
     elif isinstance(event, ResultEvent):
         shown = event.text if len(event.text) <= _SHOWN_CHARACTERS else f"{event.text[:_SHOWN_CHARACTERS]}..."
         console.print(f"   [{'red' if event.is_error else 'green'}]result[/] {escape(shown)}", highlight=False)
+    elif isinstance(event, ReportEvent):
+        shown = ", ".join(f"{name} {value}" for name, value in event.fields.items())
+        console.print(f"   [dim]{escape(event.kind.replace('_', ' '))}: {escape(shown)}[/]", highlight=False)
     elif isinstance(event, PlanEvent):
         for todo in event.todos:
             mark = _MARKS.get(todo["status"], "[?]")

@@ -1,0 +1,245 @@
+"""Malformed calls of every kind, said once and said for ever, in LangChain's own agent over a scripted model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from langchain.agents import create_agent
+from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, HumanMessage, ToolMessage
+from langchain_core.messages.tool import invalid_tool_call, tool_call_chunk
+from langchain_core.tools import tool
+from langgraph.checkpoint.memory import InMemorySaver
+
+from dlite_agent.agent import InvalidCallRetry
+from dlite_agent.agent.invalid_calls import INVALID
+from dlite_agent.agent.turns import ENDED_BY
+from dlite_agent.testing import ScriptedChatModel, calling
+
+CUT: dict[str, Any] = {"finish_reason": "length"}
+
+
+def streamed(args: str | None, *, name: str | None = "add", id: str | None = "s1", **metadata: Any) -> AIMessage:
+    """A call as a provider streams it: LangChain reads the arguments."""
+    part = tool_call_chunk(name=name, args=args, id=id, index=0)
+    return AIMessageChunk(content="", tool_call_chunks=[part], response_metadata=metadata)
+
+
+def parsed(
+    args: str | None, *, name: str | None = "add", id: str | None = "p1", text: str = "", **metadata: Any
+) -> AIMessage:
+    """A call that a model's own parser found invalid."""
+    return AIMessage(
+        text,
+        invalid_tool_calls=[invalid_tool_call(name=name, args=args, id=id, error=None)],
+        response_metadata=metadata,
+    )
+
+
+def whole(
+    *args: dict[str, Any], name: str = "add", ids: tuple[str | None, ...] = ("w1",), **metadata: Any
+) -> AIMessage:
+    """Calls whose JSON is whole, and which are wrong all the same."""
+    calls: list[Any] = [{"name": name, "args": a, "id": id} for a, id in zip(args, ids, strict=True)]
+    return AIMessage("", tool_calls=calls, response_metadata=metadata)
+
+
+MALFORMED: dict[str, AIMessage] = {
+    # cut by the token limit, at every kind of place
+    "cut before the arguments": streamed("", **CUT),
+    "cut after the brace": streamed("{", **CUT),
+    "cut inside a key": streamed('{"a', **CUT),
+    "cut after a key": streamed('{"a"', **CUT),
+    "cut after a colon": streamed('{"a":', **CUT),
+    "cut inside a number": streamed('{"a": 1, "b": 2', **CUT),
+    "cut after a number": streamed('{"a": 1,', **CUT),
+    "cut before the brace": streamed('{"a": 1, "b": 2 ', **CUT),
+    "cut inside a text": streamed('{"a": 1, "b": "2', **CUT),
+    "cut inside an escape": streamed('{"a": "\\u00', **CUT),
+    "cut inside a list": streamed('{"a": [1, 2', **CUT),
+    "cut inside an object": streamed('{"a": {"x": 1', **CUT),
+    "cut, and whole by chance": streamed('{"a": 1, "b": 2}', **CUT),
+    "cut, as another provider says it": streamed('{"a": 1, "b": 2}', stop_reason="max_tokens"),
+    "cut, and completed by the provider": whole({"a": 1, "b": 2}, **CUT),
+    "cut, found by the parser": parsed('<tool_call>{"name": "add", "arguments": {"a": 1', **CUT),
+    # no JSON object
+    "unclosed": parsed('{"a": 1, "b": 2'),
+    "closed twice": streamed('{"a": 1, "b": 2}}'),
+    "single quotes": streamed("{'a': 1, 'b': 2}"),
+    "bare keys": streamed("{a: 1, b: 2}"),
+    "trailing comma": streamed('{"a": 1, "b": 2,}'),
+    "missing comma": streamed('{"a": 1 "b": 2}'),
+    "python literals": streamed('{"a": None, "b": True}'),
+    "a comment": streamed('{"a": 1, /* one */ "b": 2}'),
+    "an expression": streamed('{"a": 1 + 1, "b": 2}'),
+    "not a number": streamed('{"a": NaN, "b": 2}'),
+    "a list": streamed("[1, 2]"),
+    "a number": streamed("12"),
+    "a text": streamed('"a=1, b=2"'),
+    "null": streamed("null"),
+    "prose": streamed("please add one and two"),
+    "a fence": streamed('```json\n{"a": 1, "b": 2}\n```'),
+    "another tag": parsed('<tool_call>{"a": 1}</tool'),
+    "two objects": parsed('{"a": 1, "b": 2}{"a": 3, "b": 4}'),
+    "nothing": parsed(""),
+    "no arguments": parsed(None),
+    "a control character": streamed('{"a": "\x00\x01", "b": 2'),
+    "very long": parsed('{"a": "' + "x" * 100_000),
+    "not unicode": parsed('{"a": "\\ud800'),
+    # no name, no id
+    "no name": parsed('{"a": 1, "b": 2}', name=None),
+    "an empty name": streamed('{"a": 1, "b": 2}', name=""),
+    "no id": parsed('{"a": 1', id=None),
+    "an empty id": parsed('{"a": 1', id=""),
+    "behind text": parsed('{"a": 1', text="Let me add them."),
+    "two at once": AIMessage(
+        "", invalid_tool_calls=[invalid_tool_call(name="add", args="{", id=id, error=None) for id in ("x", "x")]
+    ),
+    # whole JSON, wrong call
+    "unknown tool": whole({"a": 1, "b": 2}, name="subtract"),
+    "a tool's name in capitals": whole({"a": 1, "b": 2}, name="ADD"),
+    "missing argument": whole({"a": 1}),
+    "no argument": whole({}),
+    "wrong type": whole({"a": "one", "b": 2}),
+    "null argument": whole({"a": None, "b": 2}),
+    "nested argument": whole({"a": {"value": 1}, "b": 2}),
+    "list argument": whole({"a": [1], "b": 2}),
+    "a schema for arguments": whole({"a": {"type": "integer"}, "b": {"type": "integer"}}),
+    "arguments inside arguments": whole({"arguments": {"a": 1, "b": 2}}),
+    "misspelt key": whole({"A": 1, "B": 2}),
+    "half a number": whole({"a": 1.5, "b": 2}),
+    "unknown tool without an id": whole({"a": 1}, name="nothing", ids=(None,)),
+    "two wrong ones of one id": whole({"a": 1}, {"b": 1}, ids=("same", "same")),
+}
+
+GO: dict[str, Any] = {"messages": [HumanMessage("go")]}
+THREAD: dict[str, Any] = {"configurable": {"thread_id": "1"}, "recursion_limit": 60}
+
+
+@pytest.fixture
+def ran() -> list[tuple[int, int]]:
+    return []
+
+
+@pytest.fixture
+def add(ran: list[tuple[int, int]]) -> Callable[[int, int], int]:
+    def add(a: int, b: int) -> int:
+        """Add two numbers."""
+        ran.append((a, b))
+        return a + b
+
+    return add
+
+
+def agent_of(model: ScriptedChatModel, tools: list[Any], **bounds: int) -> Any:
+    return create_agent(model, tools, middleware=[InvalidCallRetry(**bounds)], checkpointer=InMemorySaver())
+
+
+def assert_whole(messages: list[BaseMessage]) -> None:
+    """Every call has one result behind it, before the next reply; ids are there and differ."""
+    is_due: set[str | None] = set()
+    for message in messages:
+        if isinstance(message, ToolMessage):
+            assert message.tool_call_id in is_due
+            is_due.remove(message.tool_call_id)
+        elif isinstance(message, AIMessage):
+            assert is_due == set()
+            ids = [call["id"] for call in (*message.tool_calls, *message.invalid_tool_calls)]
+            assert all(ids) and len(set(ids)) == len(ids)
+            is_due = set(ids)
+    assert is_due == set()
+
+
+@pytest.mark.parametrize("kind", MALFORMED)
+def test_a_malformed_call_for_ever_is_bounded_reported_and_never_run(add: Any, ran: Any, kind: str) -> None:
+    model = ScriptedChatModel(script=[MALFORMED[kind]])
+    events = list(agent_of(model, [add]).stream(GO, THREAD, stream_mode=["custom", "values"]))
+    messages = events[-1][1]["messages"]
+    assert ran == []
+    assert model.choices == [None, None, None, "none"]
+    assert_whole(messages)
+    errors = [message for message in messages if isinstance(message, ToolMessage)]
+    assert errors and all(error.status == "error" and INVALID in error.additional_kwargs for error in errors)
+    assert max(len(error.text) for error in errors) < 600
+    assert messages[-1].additional_kwargs[ENDED_BY] == "invalid_calls"
+    assert messages[-1].text and not messages[-1].tool_calls
+    assert [payload for mode, payload in events if mode == "custom"][-1]["dlite"] == "turn_ended"
+
+
+@pytest.mark.parametrize("kind", MALFORMED)
+def test_a_model_that_mends_its_call_goes_on_and_has_it_run_once(add: Any, ran: Any, kind: str) -> None:
+    model = ScriptedChatModel(script=[MALFORMED[kind], calling("add", a=1, b=1), AIMessage("2")])
+    messages = asyncio.run(agent_of(model, [add]).ainvoke(GO, THREAD))["messages"]
+    assert ran == [(1, 1)]
+    assert messages[-1].text == "2"
+    assert_whole(messages)
+
+
+def test_a_model_without_tools_may_still_answer_at_the_end(add: Any, ran: Any) -> None:
+    model = ScriptedChatModel(script=[*[MALFORMED["unclosed"]] * 3, AIMessage("I cannot add these.")])
+    messages = agent_of(model, [add]).invoke(GO, THREAD)["messages"]
+    assert messages[-1].text == "I cannot add these."
+    assert ENDED_BY not in messages[-1].additional_kwargs
+
+
+def test_the_next_turn_starts_afresh(add: Any, ran: Any) -> None:
+    model = ScriptedChatModel(script=[*[MALFORMED["unclosed"]] * 4, calling("add", a=1, b=1), AIMessage("2")])
+    agent = agent_of(model, [add])
+    agent.invoke(GO, THREAD)
+    messages = agent.invoke(GO, THREAD)["messages"]
+    assert messages[-1].text == "2"
+    assert ran == [(1, 1)]
+    assert_whole(messages)
+
+
+def test_valid_calls_beside_an_invalid_one_are_run_and_the_rounds_still_counted(add: Any, ran: Any) -> None:
+    mixed = whole({"a": 1, "b": 1})
+    mixed.invalid_tool_calls = [invalid_tool_call(name="add", args="{", id="i1", error=None)]
+    messages = agent_of(ScriptedChatModel(script=[mixed]), [add]).invoke(GO, THREAD)["messages"]
+    assert ran == [(1, 1)] * 3
+    assert messages[-1].additional_kwargs[ENDED_BY] == "invalid_calls"
+    assert_whole(messages)
+
+
+def test_invalid_calls_between_valid_ones_are_bounded_too(add: Any, ran: Any) -> None:
+    script = [reply for n in range(9) for reply in (MALFORMED["unclosed"], calling("add", a=n, b=n))]
+    model = ScriptedChatModel(script=script)
+    messages = agent_of(model, [add], max_rounds=4).invoke(GO, THREAD)["messages"]
+    assert ran == [(n, n) for n in range(3)]
+    assert messages[-1].additional_kwargs[ENDED_BY] == "invalid_calls"
+
+
+def test_a_cut_reply_of_our_own_model_keeps_the_calls_it_finished(add: Any, ran: Any) -> None:
+    finished = whole({"a": 1, "b": 1}, finish_reason="length", dlite={"raw": "..."})
+    agent_of(ScriptedChatModel(script=[finished, AIMessage("2")]), [add]).invoke(GO, THREAD)
+    assert ran == [(1, 1)]
+
+
+def test_arguments_are_held_to_a_json_schema_too(ran: Any) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+    @tool("count", description="Count.", args_schema=schema)
+    def count(**args: Any) -> str:
+        ran.append(args)
+        return "counted"
+
+    script = [calling("count", a="x"), calling("count"), calling("count", a=1), AIMessage("done")]
+    messages = agent_of(ScriptedChatModel(script=script), [count]).invoke(GO, THREAD)["messages"]
+    assert ran == [{"a": 1}]
+    said = [message.text for message in messages if isinstance(message, ToolMessage)]
+    assert "'x' is not of type 'integer'" in said[0] and "'a' is a required property" in said[1]
+
+
+def test_errors_tell_a_cut_reply_from_a_broken_one_and_are_the_same_bytes_again(add: Any) -> None:
+    def errors(kind: str) -> list[str]:
+        model = ScriptedChatModel(script=[MALFORMED[kind], AIMessage("no")])
+        messages = agent_of(model, [add]).invoke(GO, THREAD)["messages"]
+        return [message.text for message in messages if isinstance(message, ToolMessage)]
+
+    assert "token limit" in errors("cut inside a key")[0]
+    assert "token limit" not in errors("unclosed")[0]
+    assert json.dumps(errors("wrong type")) == json.dumps(errors("wrong type"))
+    assert "a: Input should be a valid integer" in errors("wrong type")[0]
