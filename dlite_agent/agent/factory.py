@@ -12,6 +12,7 @@ from langchain_core.tools import BaseTool
 
 from dlite_agent.agent.invalid_calls import InvalidCallRetry
 from dlite_agent.agent.repeat_guard import RepeatGuard
+from dlite_agent.agent.results import ResultShaper
 
 SYSTEM_PROMPT = (
     "You are a careful assistant that works in a folder of files with tools. Do exactly what the last message asks: "
@@ -30,6 +31,7 @@ def create_dlite_agent(
     checkpointer: Any = None,
     system_prompt: str = SYSTEM_PROMPT,
     has_plan: bool = True,
+    max_result_chars: int | None = None,
     middleware: Sequence[AgentMiddleware[Any, Any, Any]] = (),
 ) -> Any:
     """Return `langchain.agents.create_agent` with our middleware in front of the caller's.
@@ -43,13 +45,16 @@ def create_dlite_agent(
         checkpointer: Where LangGraph keeps the conversation, such as `RedisSaver`.
         system_prompt: The system message.
         has_plan: Whether the agent has a plan (`write_todos`).
+        max_result_chars: Most characters of a tool result in the prompt; the rest is read with a tool, `read_result`.
+            None leaves results as they are.
         middleware: More middleware.
     """
     plan = [TodoListMiddleware(system_prompt=_PLAN_PROMPT, tool_description=_PLAN_DESCRIPTION)] if has_plan else []
+    shaper = [] if max_result_chars is None else [ResultShaper(max_chars=max_result_chars)]
     return create_agent(
         model,
         list(tools),
         system_prompt=system_prompt,
-        middleware=[*plan, InvalidCallRetry(), RepeatGuard(), *middleware],
+        middleware=[*plan, InvalidCallRetry(), RepeatGuard(), *shaper, *middleware],
         checkpointer=checkpointer,
     )

@@ -12,7 +12,16 @@ from langchain_core.messages import AIMessage, ToolMessage
 from langgraph.types import Command
 
 from dlite_agent.agent.reports import report
-from dlite_agent.agent.turns import DoneCall, calls_of_turn, canonical, closing_message, refusal, rounds_of_turn
+from dlite_agent.agent.turns import (
+    DoneCall,
+    calls_of_turn,
+    canonical,
+    closing_message,
+    message_of,
+    refusal,
+    rounds_of_turn,
+    with_message,
+)
 
 REPEATED = "dlite_repeated"
 """Key in `additional_kwargs` of a result that the model had: "recorded" (the call was not run) or "same" (it was)."""
@@ -105,11 +114,11 @@ class RepeatGuard(AgentMiddleware[Any, Any, Any]):
     @staticmethod
     def _compared(request: ToolCallRequest, result: ToolMessage | Command[Any]) -> ToolMessage | Command[Any]:
         """Mark a result that is the same as the last one of the same call."""
-        if not isinstance(result, ToolMessage):
-            return result
+        message = message_of(result)
         earlier = [call for call in calls_of_turn(request.state["messages"]) if _is_call(call, request)]
-        is_same = bool(earlier) and _said(earlier[-1].result) == _said(result)
-        return _repeated(result, request, how="same") if is_same else result
+        if message is None or not earlier or _said(earlier[-1].result) != _said(message):
+            return result
+        return with_message(result, _repeated(message, request, how="same"))
 
 
 def _is_call(call: DoneCall, request: ToolCallRequest) -> bool:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, InvalidToolCall, ToolCall, ToolMessage
+from langgraph.types import Command
 
 ENDED_BY = "dlite_ended_by"
 """Key in `additional_kwargs` of an AI message that was not written by the model: why the turn was ended."""
@@ -77,6 +78,22 @@ def calls_of_turn(messages: Sequence[BaseMessage]) -> list[DoneCall]:
             if call["id"] in results
         ]
     return done
+
+
+def message_of(result: ToolMessage | Command[Any]) -> ToolMessage | None:
+    """Return the one tool message that a tool's outcome adds, if it is one."""
+    if isinstance(result, ToolMessage):
+        return result
+    added: Any = result.update.get("messages", ()) if isinstance(result.update, dict) else ()
+    return added[0] if len(added) == 1 and isinstance(added[0], ToolMessage) else None
+
+
+def with_message(result: ToolMessage | Command[Any], message: ToolMessage) -> ToolMessage | Command[Any]:
+    """Return an outcome with another tool message in it; what else a command does stays."""
+    if isinstance(result, ToolMessage):
+        return message
+    assert isinstance(result.update, dict)
+    return replace(result, update={**result.update, "messages": [message]})
 
 
 def refusal(call: ToolCall | InvalidToolCall, reason: str, **additional: Any) -> ToolMessage:
