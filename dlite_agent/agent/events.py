@@ -94,6 +94,16 @@ def run_turn(graph: Any, text: str | None, config: dict[str, Any]) -> Iterator[A
         text: What the person says; None goes on where an interrupted turn stopped.
         config: LangGraph config with a `thread_id`.
     """
+    plan: list[dict[str, str]] | None = None
+    for event in _events(graph, text, config):
+        if isinstance(event, PlanEvent):
+            if event.todos == plan:
+                continue  # the update and its report say the same
+            plan = event.todos
+        yield event
+
+
+def _events(graph: Any, text: str | None, config: dict[str, Any]) -> Iterator[AgentEvent]:
     given = None if text is None else {"messages": [HumanMessage(text)]}
     seen = {message.id for message in graph.get_state(config).values.get("messages", ())}
     for mode, payload in graph.stream(given, config, stream_mode=["messages", "updates", "custom"]):
@@ -104,7 +114,7 @@ def run_turn(graph: Any, text: str | None, config: dict[str, Any]) -> Iterator[A
             continue
         if mode == "custom":
             if isinstance(payload, dict) and REPORT_KEY in payload:
-                yield ReportEvent(payload[REPORT_KEY], {key: payload[key] for key in payload if key != REPORT_KEY})
+                yield _report_event(payload)
             continue
         for update in payload.values():
             yield from _update_events(update, seen)
@@ -133,8 +143,14 @@ def _update_events(update: Any, seen: set[str | None]) -> Iterator[AgentEvent]:
             yield from _reply_events(message)
         elif isinstance(message, ToolMessage):
             yield ResultEvent(message.name or "", str(message.content), message.status == "error")
-    if update.get("todos"):
+    if isinstance(update.get("todos"), list) and update["todos"]:
         yield PlanEvent([dict(todo) for todo in update["todos"]])
+
+
+def _report_event(payload: dict[str, Any]) -> AgentEvent:
+    if payload[REPORT_KEY] == "plan":
+        return PlanEvent(payload["todos"])
+    return ReportEvent(payload[REPORT_KEY], {key: payload[key] for key in payload if key != REPORT_KEY})
 
 
 def _reply_events(message: AIMessage) -> Iterator[AgentEvent]:

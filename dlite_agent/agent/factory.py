@@ -6,21 +6,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from langchain.agents import create_agent
-from langchain.agents.middleware import AgentMiddleware, TodoListMiddleware
+from langchain.agents.middleware import AgentMiddleware
 from langchain_core.language_models import BaseChatModel
 from langchain_core.tools import BaseTool
 
 from dlite_agent.agent.invalid_calls import InvalidCallRetry
+from dlite_agent.agent.plan import PlanMiddleware
 from dlite_agent.agent.repeat_guard import RepeatGuard
 from dlite_agent.agent.results import ResultShaper
 
 SYSTEM_PROMPT = (
     "You are a careful assistant that works in a folder of files with tools. Do exactly what the last message asks: "
     "one tool call at a time, and when it is done, say so in one sentence."
-)
-_PLAN_PROMPT = "Keep the plan with write_todos: give the whole list, each item with its content and status."
-_PLAN_DESCRIPTION = (
-    "Write or update the plan: the whole list of steps, each with content and status (pending, in_progress, completed)."
 )
 
 
@@ -31,25 +28,27 @@ def create_dlite_agent(
     checkpointer: Any = None,
     system_prompt: str = SYSTEM_PROMPT,
     has_plan: bool = True,
+    has_plan_updates: bool = False,
     max_result_chars: int | None = None,
     middleware: Sequence[AgentMiddleware[Any, Any, Any]] = (),
 ) -> Any:
     """Return `langchain.agents.create_agent` with our middleware in front of the caller's.
 
-    The plan is LangChain's TodoListMiddleware with short texts: its own take 1,500 tokens, a minute of a CPU's prefill.
-    The texts are fixed, so the prompt only ever grows and stays cached.
+    All texts are fixed, so the prompt only ever grows and stays cached. What brings one more tool is off until asked
+    for: a small model chooses the better, the fewer it has.
 
     Args:
         model: Any chat model; `ChatDLite` keeps its sessions.
         tools: LangChain tools or functions.
         checkpointer: Where LangGraph keeps the conversation, such as `RedisSaver`.
         system_prompt: The system message.
-        has_plan: Whether the agent has a plan (`write_todos`).
+        has_plan: Whether the agent has a plan (`write_todos`, LangChain's `todos` in the state).
+        has_plan_updates: Whether it may also change single steps (`update_plan`).
         max_result_chars: Most characters of a tool result in the prompt; the rest is read with a tool, `read_result`.
             None leaves results as they are.
         middleware: More middleware.
     """
-    plan = [TodoListMiddleware(system_prompt=_PLAN_PROMPT, tool_description=_PLAN_DESCRIPTION)] if has_plan else []
+    plan = [PlanMiddleware(has_updates=has_plan_updates)] if has_plan else []
     shaper = [] if max_result_chars is None else [ResultShaper(max_chars=max_result_chars)]
     return create_agent(
         model,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jsonschema
@@ -138,7 +139,7 @@ def _settled(response: ModelResponse[Any]) -> ModelResponse[Any]:
     result: list[BaseMessage] = [
         _settle(message) if isinstance(message, AIMessage) else message for message in response.result
     ]
-    return ModelResponse(result=result, structured_response=response.structured_response)
+    return replace(response, result=result)
 
 
 def _settle(reply: AIMessage) -> AIMessage:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
 from langchain.agents.middleware import AgentMiddleware
-from langchain.agents.middleware.types import ModelRequest, ModelResponse, ToolCallRequest, hook_config
-from langchain_core.messages import AIMessage, ToolMessage
+from langchain.agents.middleware.types import ModelRequest, ModelResponse, ToolCallRequest
+from langchain_core.messages import ToolMessage
 from langgraph.types import Command
 
 from dlite_agent.agent.reports import report
@@ -57,29 +58,19 @@ class RepeatGuard(AgentMiddleware[Any, Any, Any]):
 
     def wrap_model_call(
         self, request: ModelRequest[Any], handler: Callable[[ModelRequest[Any]], ModelResponse[Any]]
-    ) -> ModelResponse[Any] | AIMessage:
+    ) -> ModelResponse[Any]:
         """Let the model answer without tools once it has repeated itself enough."""
-        return handler(self._bounded(request))
+        if not self._is_spent(calls_of_turn(request.messages)):
+            return handler(request)
+        return _ended(request, handler(request.override(tool_choice="none")))
 
     async def awrap_model_call(
         self, request: ModelRequest[Any], handler: Callable[[ModelRequest[Any]], Awaitable[ModelResponse[Any]]]
-    ) -> ModelResponse[Any] | AIMessage:
+    ) -> ModelResponse[Any]:
         """Do the same asynchronously."""
-        return await handler(self._bounded(request))
-
-    @hook_config(can_jump_to=["end"])
-    def after_model(self, state: Any, runtime: Any) -> dict[str, Any] | None:
-        """End the turn of a model that calls tools although it had to answer."""
-        rounds = rounds_of_turn(state["messages"])
-        if not rounds or not rounds[-1].open_calls:
-            return None
-        reply = rounds[-1].reply
-        if not self._is_spent(calls_of_turn(state["messages"][: state["messages"].index(reply)])):
-            return None
-        errors = [refusal(call, "no more calls in this turn") for call in rounds[-1].open_calls]
-        report(runtime, "turn_ended", by="repeated_calls")
-        closing = closing_message("the calls repeat themselves or are too many", kind="repeated_calls")
-        return {"messages": [*errors, closing], "jump_to": "end"}
+        if not self._is_spent(calls_of_turn(request.messages)):
+            return await handler(request)
+        return _ended(request, await handler(request.override(tool_choice="none")))
 
     def wrap_tool_call(
         self, request: ToolCallRequest, handler: Callable[[ToolCallRequest], ToolMessage | Command[Any]]
@@ -92,10 +83,6 @@ class RepeatGuard(AgentMiddleware[Any, Any, Any]):
     ) -> ToolMessage | Command[Any]:
         """Do the same asynchronously."""
         return self._from_record(request) or self._compared(request, await handler(request))
-
-    def _bounded(self, request: ModelRequest[Any]) -> ModelRequest[Any]:
-        is_spent = self._is_spent(calls_of_turn(request.messages))
-        return request.override(tool_choice="none") if is_spent else request
 
     def _is_spent(self, calls: Sequence[DoneCall]) -> bool:
         repeats = [call.result.additional_kwargs.get(REPEATED) for call in reversed(calls)]
@@ -119,6 +106,17 @@ class RepeatGuard(AgentMiddleware[Any, Any, Any]):
         if message is None or not earlier or _said(earlier[-1].result) != _said(message):
             return result
         return with_message(result, _repeated(message, request, how="same"))
+
+
+def _ended(request: ModelRequest[Any], response: ModelResponse[Any]) -> ModelResponse[Any]:
+    """End the turn of a model that calls tools although it had to answer."""
+    open_calls = [call for turn_round in rounds_of_turn(response.result) for call in turn_round.open_calls]
+    if not open_calls:
+        return response
+    report(request.runtime, "turn_ended", by="repeated_calls")
+    errors = [refusal(call, "no more calls in this turn") for call in open_calls]
+    closing = closing_message("the calls repeat themselves or are too many", kind="repeated_calls")
+    return replace(response, result=[*response.result, *errors, closing])
 
 
 def _is_call(call: DoneCall, request: ToolCallRequest) -> bool:
