@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from langchain.agents import create_agent
-from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, HumanMessage, ToolMessage
+from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, ToolMessage
 from langchain_core.messages.tool import invalid_tool_call, tool_call_chunk
 from langchain_core.tools import tool
 from langgraph.checkpoint.memory import InMemorySaver
@@ -115,7 +115,7 @@ MALFORMED: dict[str, AIMessage] = {
     "two wrong ones of one id": whole({"a": 1}, {"b": 1}, ids=("same", "same")),
 }
 
-GO: dict[str, Any] = {"messages": [HumanMessage("go")]}
+GO: dict[str, Any] = {"messages": [("user", "go")]}
 THREAD: dict[str, Any] = {"configurable": {"thread_id": "1"}, "recursion_limit": 60}
 
 

@@ -14,7 +14,7 @@ from dlite_agent import RedisSaver, create_dlite_agent
 from dlite_agent.agent.plan import edit_plan, plan_text
 from dlite_agent.testing import ScriptedChatModel, calling
 
-GO: dict[str, Any] = {"messages": [HumanMessage("go")]}
+GO: dict[str, Any] = {"messages": [("user", "go")]}
 THREAD: dict[str, Any] = {"configurable": {"thread_id": "1"}}
 
 

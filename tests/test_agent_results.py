@@ -8,10 +8,10 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from langchain.agents import create_agent
-from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
+from langchain_core.messages import AIMessage, ToolMessage
 from langchain_core.tools import ToolException, tool
 from langgraph.checkpoint.memory import InMemorySaver
 
@@ -23,12 +23,13 @@ from dlite_agent.errors import ConfigError
 from dlite_agent.testing import ScriptedChatModel, calling
 
 LOG = "\n".join(f"line {number}: nothing to report" for number in range(1000))
-GO: dict[str, Any] = {"messages": [HumanMessage("go")]}
+GO: dict[str, Any] = {"messages": [("user", "go")]}
 THREAD: dict[str, Any] = {"configurable": {"thread_id": "1"}}
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=8,
 )
 
 
@@ -42,6 +43,7 @@ def results(messages: list[Any]) -> list[ToolMessage]:
     return [message for message in messages if isinstance(message, ToolMessage)]
 
 
+@settings(max_examples=30)
 @given(st.dictionaries(st.text(), json_values) | st.lists(json_values), st.randoms())
 def test_json_of_one_value_is_one_text_and_keeps_the_value(value: Any, dice: random.Random) -> None:
     def shuffled(part: Any) -> Any:
@@ -93,8 +95,7 @@ def test_a_long_result_can_be_read_on_by_its_handle_after_a_restart_and_in_a_for
     assert read.text == f"{LOG[3000:3100]}\n(characters 3000 to 3100 of {len(LOG)})"
     before = next(state for state in agent().get_state_history(THREAD) if len(state.values["messages"]) == 4)
     model.prompts[:] = model.prompts[:2]
-    fork = agent().update_state(before.config, {"messages": [HumanMessage("again")]})
-    assert results(agent().invoke(None, fork)["messages"])[-1].text == read.text
+    assert results(agent().invoke(GO, before.config)["messages"])[-1].text == read.text
 
 
 def test_the_same_result_is_the_same_bytes_and_kept_once() -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dlite_agent.agent.drift_reporter import DriftReporter
 from dlite_agent.agent.factory import create_dlite_agent
 from dlite_agent.agent.invalid_calls import InvalidCallRetry
 from dlite_agent.agent.plan import PlanMiddleware
 from dlite_agent.agent.repeat_guard import RepeatGuard
 from dlite_agent.agent.results import ResultShaper
 
-__all__ = ["InvalidCallRetry", "PlanMiddleware", "RepeatGuard", "ResultShaper", "create_dlite_agent"]
+__all__ = ["DriftReporter", "InvalidCallRetry", "PlanMiddleware", "RepeatGuard", "ResultShaper", "create_dlite_agent"]

@@ -10,6 +10,7 @@ from langchain.agents.middleware import AgentMiddleware
 from langchain_core.language_models import BaseChatModel
 from langchain_core.tools import BaseTool
 
+from dlite_agent.agent.drift_reporter import DriftReporter
 from dlite_agent.agent.invalid_calls import InvalidCallRetry
 from dlite_agent.agent.plan import PlanMiddleware
 from dlite_agent.agent.repeat_guard import RepeatGuard
@@ -32,7 +33,7 @@ def create_dlite_agent(
     max_result_chars: int | None = None,
     middleware: Sequence[AgentMiddleware[Any, Any, Any]] = (),
 ) -> Any:
-    """Return `langchain.agents.create_agent` with our middleware in front of the caller's.
+    """Return `langchain.agents.create_agent` with our middleware around the caller's.
 
     All texts are fixed, so the prompt only ever grows and stays cached. What brings one more tool is off until asked
     for: a small model chooses the better, the fewer it has.
@@ -54,6 +55,6 @@ def create_dlite_agent(
         model,
         list(tools),
         system_prompt=system_prompt,
-        middleware=[*plan, InvalidCallRetry(), RepeatGuard(), *shaper, *middleware],
+        middleware=[*plan, InvalidCallRetry(), RepeatGuard(), *shaper, *middleware, DriftReporter()],
         checkpointer=checkpointer,
     )
