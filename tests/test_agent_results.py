@@ -43,7 +43,7 @@ def results(messages: list[Any]) -> list[ToolMessage]:
     return [message for message in messages if isinstance(message, ToolMessage)]
 
 
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 @given(st.dictionaries(st.text(), json_values) | st.lists(json_values), st.randoms())
 def test_json_of_one_value_is_one_text_and_keeps_the_value(value: Any, dice: random.Random) -> None:
     def shuffled(part: Any) -> Any:
@@ -66,6 +66,7 @@ def test_plain_text_loses_colours_and_foreign_line_ends_only() -> None:
     assert canonical_text("\x1b[31mred\x1b[0m\r\n  indented\t\r\n\n") == "red\n  indented"
 
 
+@settings(deadline=None)
 @given(st.text(min_size=0, max_size=3000), st.integers(200, 900))
 def test_a_cut_text_is_bounded_and_names_exactly_what_is_missing(text: str, max_chars: int) -> None:
     shaped = shape(text, max_chars=max_chars)
