@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dlite_agent.agent.compaction import PrefixCompaction
 from dlite_agent.agent.drift_reporter import DriftReporter
 from dlite_agent.agent.factory import create_dlite_agent
 from dlite_agent.agent.invalid_calls import InvalidCallRetry
@@ -9,4 +10,12 @@ from dlite_agent.agent.plan import PlanMiddleware
 from dlite_agent.agent.repeat_guard import RepeatGuard
 from dlite_agent.agent.results import ResultShaper
 
-__all__ = ["DriftReporter", "InvalidCallRetry", "PlanMiddleware", "RepeatGuard", "ResultShaper", "create_dlite_agent"]
+__all__ = [
+    "DriftReporter",
+    "InvalidCallRetry",
+    "PlanMiddleware",
+    "PrefixCompaction",
+    "RepeatGuard",
+    "ResultShaper",
+    "create_dlite_agent",
+]

@@ -14,9 +14,11 @@ from typing import Any, Literal, TypedDict
 from langchain_core.messages import AIMessage, BaseMessage, SystemMessage
 from langchain_core.utils.function_calling import convert_to_openai_tool
 
+from dlite_agent.agent.turns import is_summary
 from dlite_agent.prompting.messages import METADATA_KEY
 
-Cause = Literal["tools", "system", "changed", "removed", "inserted", "evicted", "not_kept", "template"]
+_SUMMARY = "summary"
+Cause = Literal["tools", "system", "changed", "removed", "inserted", "compacted", "evicted", "not_kept", "template"]
 
 ADVICE: Mapping[Cause, str] = {
     "tools": "offer the same tools in the same order in each call; tool_choice='none' withholds them at no cost",
@@ -24,6 +26,7 @@ ADVICE: Mapping[Cause, str] = {
     "changed": "append a message instead of changing one",
     "removed": "remove messages seldom, many at a time, and as late in the conversation as can be",
     "inserted": "put new messages at the end",
+    "compacted": "a summary took the place of messages: compact seldom, and keep the start (PrefixCompaction)",
     "evicted": "give the session store more memory, or a longer time to live",
     "not_kept": "call with the same thread_id, and give ChatDLite a session_store so that rows outlive their process",
     "template": "the chat template writes earlier messages anew, as some do with thinking: try reasoning=False",
@@ -121,6 +124,8 @@ def _first_change(before: PromptRecord, now: PromptRecord) -> tuple[Cause, int |
         return None
     if index == len(new):
         return ("removed", None, "")
+    if new[index][0] == _SUMMARY and new[index] not in old:
+        return ("compacted", index, _SUMMARY)
     if old[index + 1 :][:1] == new[index + 1 :][:1]:
         return ("changed", index, new[index][0])
     if new[index] in old[index:]:
@@ -138,6 +143,8 @@ def _unseen_cause(reply: AIMessage, reused: int) -> Cause:
 
 
 def _label(message: BaseMessage) -> str:
+    if is_summary(message):
+        return _SUMMARY
     return f"{message.type} {message.name}" if message.name else message.type
 
 

@@ -52,6 +52,11 @@ def canonical(args: Mapping[str, Any]) -> str:
     return json.dumps(args, sort_keys=True, default=str)
 
 
+def is_summary(message: BaseMessage) -> bool:
+    """Say whether a message is a summary of LangChain's or our compaction."""
+    return message.additional_kwargs.get("lc_source") == "summarization"
+
+
 def rounds_of_turn(messages: Sequence[BaseMessage]) -> list[Round]:
     """Return the rounds since the last human message, oldest first.
 
