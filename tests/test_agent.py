@@ -11,7 +11,7 @@ import pytest
 from langchain_core.messages import AIMessage
 from langgraph.checkpoint.memory import InMemorySaver
 
-from dlite_agent.agent import create_dlite_agent
+from dlite_agent.agent import RepeatGuard, create_dlite_agent
 from dlite_agent.agent.events import (
     AgentEvent,
     CallEvent,
@@ -65,6 +65,13 @@ def test_a_turn_streams_its_calls_results_and_plan_once(add: Any) -> None:
     plans = [event.todos for event in events if isinstance(event, PlanEvent)]
     assert plans == [[{"content": "step 0", "status": "pending"}, {"content": "step 1", "status": "pending"}]]
     assert not [event for event in run_turn(agent, "more", config) if isinstance(event, ToolEvent | ResultEvent)]
+
+
+def test_a_middleware_of_ones_own_takes_the_place_of_ours(add: Any) -> None:
+    model = ScriptedChatModel(script=[*(calling("add", a=n, b=n) for n in range(2)), AIMessage("enough")])
+    agent = create_dlite_agent(model, [add], middleware=[RepeatGuard(max_calls=2)], name="adder")
+    assert agent.invoke({"messages": [("user", "go")]})["messages"][-1].name == "adder"
+    assert model.choices == [None, None, "none"]
 
 
 def test_history_that_a_middleware_rewrites_is_not_shown_again(add: Any) -> None:

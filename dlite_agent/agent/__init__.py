@@ -9,6 +9,7 @@ from dlite_agent.agent.invalid_calls import InvalidCallRetry
 from dlite_agent.agent.plan import PlanMiddleware
 from dlite_agent.agent.repeat_guard import RepeatGuard
 from dlite_agent.agent.results import ResultShaper
+from dlite_agent.agent.session import SessionMiddleware
 
 __all__ = [
     "DriftReporter",
@@ -17,5 +18,6 @@ __all__ = [
     "PrefixCompaction",
     "RepeatGuard",
     "ResultShaper",
+    "SessionMiddleware",
     "create_dlite_agent",
 ]

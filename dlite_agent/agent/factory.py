@@ -15,6 +15,8 @@ from dlite_agent.agent.invalid_calls import InvalidCallRetry
 from dlite_agent.agent.plan import PlanMiddleware
 from dlite_agent.agent.repeat_guard import RepeatGuard
 from dlite_agent.agent.results import ResultShaper
+from dlite_agent.agent.session import SessionMiddleware
+from dlite_agent.chat_model import ChatDLite
 
 SYSTEM_PROMPT = (
     "You are a careful assistant that works in a folder of files with tools. Do exactly what the last message asks: "
@@ -32,6 +34,7 @@ def create_dlite_agent(
     has_plan_updates: bool = False,
     max_result_chars: int | None = None,
     middleware: Sequence[AgentMiddleware[Any, Any, Any]] = (),
+    **options: Any,
 ) -> Any:
     """Return `langchain.agents.create_agent` with our middleware around the caller's.
 
@@ -47,14 +50,24 @@ def create_dlite_agent(
         has_plan_updates: Whether it may also change single steps (`update_plan`).
         max_result_chars: Most characters of a tool result in the prompt; the rest is read with a tool, `read_result`.
             None leaves results as they are.
-        middleware: More middleware.
+        middleware: More middleware; one of a kind that is here already takes its place, with bounds of your own.
+        options: Other options of `create_agent`, such as `response_format`.
     """
-    plan = [PlanMiddleware(has_updates=has_plan_updates)] if has_plan else []
-    shaper = [] if max_result_chars is None else [ResultShaper(max_chars=max_result_chars)]
+    outer: list[AgentMiddleware[Any, Any, Any]] = [InvalidCallRetry(), RepeatGuard()]
+    inner: list[AgentMiddleware[Any, Any, Any]] = [DriftReporter()]
+    if has_plan:
+        outer.insert(0, PlanMiddleware(has_updates=has_plan_updates))
+    if max_result_chars is not None:
+        outer.append(ResultShaper(max_chars=max_result_chars))
+    if isinstance(model, ChatDLite):
+        inner.insert(0, SessionMiddleware(model))
+    given = {one.name for one in middleware}
+    outer, inner = ([one for one in ours if one.name not in given] for ours in (outer, inner))
     return create_agent(
         model,
         list(tools),
         system_prompt=system_prompt,
-        middleware=[*plan, InvalidCallRetry(), RepeatGuard(), *shaper, *middleware, DriftReporter()],
+        middleware=[*outer, *middleware, *inner],
         checkpointer=checkpointer,
+        **options,
     )
