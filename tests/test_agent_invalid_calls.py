@@ -5,19 +5,23 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from langchain.agents import create_agent
+from langchain.agents.middleware import wrap_model_call
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, ToolMessage
 from langchain_core.messages.tool import invalid_tool_call, tool_call_chunk
 from langchain_core.tools import tool
 from langgraph.checkpoint.memory import InMemorySaver
 
+from dlite_agent import ChatDLite, Settings
 from dlite_agent.agent import InvalidCallRetry
 from dlite_agent.agent.invalid_calls import INVALID
 from dlite_agent.agent.turns import ENDED_BY
-from dlite_agent.testing import ScriptedChatModel, calling
+from dlite_agent.runtime import close_all
+from dlite_agent.testing import ScriptedChatModel, calling, write_tiny_chat_model
 
 CUT: dict[str, Any] = {"finish_reason": "length"}
 
@@ -243,3 +247,25 @@ def test_errors_tell_a_cut_reply_from_a_broken_one_and_are_the_same_bytes_again(
     assert "token limit" not in errors("unclosed")[0]
     assert json.dumps(errors("wrong type")) == json.dumps(errors("wrong type"))
     assert "a: Input should be a valid integer" in errors("wrong type")[0]
+
+
+def test_calls_that_the_engine_cuts_are_answered_and_end_in_words(tmp_path: Path, add: Any, ran: Any) -> None:
+    @wrap_model_call
+    def forced(request: Any, handler: Any) -> Any:
+        choice = request.tool_choice or "any"
+        return handler(request.override(tool_choice=choice, model_settings={"max_tokens": 30}))
+
+    settings = Settings(home=tmp_path, redis_url=None, threads=1, offline=True)
+    model = ChatDLite(model=str(write_tiny_chat_model(tmp_path / "model")), settings=settings)
+    agent: Any = create_agent(model, [add], middleware=[InvalidCallRetry(), forced], checkpointer=InMemorySaver())
+    messages = agent.invoke(GO, THREAD)["messages"]
+    close_all()
+    assert ran == []
+    assert_whole(messages)
+    replies = [message for message in messages if isinstance(message, AIMessage)]
+    assert [len(reply.invalid_tool_calls) for reply in replies] == [1, 1, 1, 0]
+    assert [reply.response_metadata["finish_reason"] for reply in replies] == ["length"] * 4
+    assert all("token limit" in message.text for message in messages if isinstance(message, ToolMessage))
+    reused = [reply.usage_metadata["input_token_details"]["cache_read"] for reply in replies]  # type: ignore[index]
+    totals = [reply.usage_metadata["total_tokens"] for reply in replies]  # type: ignore[index]
+    assert reused[1:] == [total - 1 for total in totals[:-1]]  # asking again computes nothing twice
