@@ -35,9 +35,10 @@ if TYPE_CHECKING:
     from dlite_agent.engine.request import Step
     from dlite_agent.engine.sampling import SamplingParams
     from dlite_agent.jobs import Job
+    from dlite_agent.live_session import LiveSession
     from dlite_agent.prompting.encoding import Detokenizer
     from dlite_agent.runtime import Runtime
-    from dlite_agent.session_keeper import Committed, LiveSession, Reuse
+    from dlite_agent.session_keeper import Committed, Reuse
 
 PROVIDER = "dlite"
 _SAMPLING = (
@@ -275,6 +276,7 @@ class _Reply:
         with closing(runtime.scheduler.decode(self._live.state, runtime.drafter, request)) as steps:
             for step in steps:
                 self._tally.add(step)
+                runtime.keeper.break_even.computed(step.num_prefilled, step.target_seconds)
                 yield self._texts(step, detokenizer)
         rest = detokenizer.flush()
         self._trail.close(rest)

@@ -12,62 +12,31 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import torch
 
+from dlite_agent.break_even import BreakEven
 from dlite_agent.commit_queue import CommitQueue
 from dlite_agent.config import Durability
-from dlite_agent.engine.kv_codec import TensorBytes, append_block, block_bytes, from_bytes, to_bytes
 from dlite_agent.engine.state import Ids, TargetState, common_prefix
 from dlite_agent.engine.target import Target
 from dlite_agent.errors import FencedError, SessionError
-from dlite_agent.sessions.keys import DIGEST_BYTES, SessionName, chain_blocks, chain_next, chain_root, ids_to_bytes
-from dlite_agent.sessions.records import Block, BlockRef, SideRow, Snapshot
-from dlite_agent.sessions.store import CommitReport, Lease, SessionStore
+from dlite_agent.live_session import LiveSession, TurnCommit
+from dlite_agent.session_rows import append_rows, copy_blocks, read_pivot
+from dlite_agent.sessions.heads import Lease
+from dlite_agent.sessions.keys import SessionName, chain_blocks, chain_root
+from dlite_agent.sessions.records import BlockRef, Snapshot
+from dlite_agent.sessions.store import CommitReport, SessionStore
 
 logger = logging.getLogger(__name__)
 
 BLOCK_TOKENS = 32
 DEFAULT_BUDGET_BYTES = 4 << 30
-
-
-@dataclass(slots=True)
-class LiveSession:
-    """One session while a call uses it.
-
-    Attributes:
-        sid: Its name in the store, or None for a session that is not stored.
-        state: Its tokens, KV rows and pivot.
-        known_ids: Ids of its text as far as they are known, in RAM or from a snapshot.
-        lease: The right to commit, or None.
-        parent: Snapshot that the next commit follows.
-        refs: Stored blocks, in order.
-        ref_ids: The ids those blocks hold.
-    """
-
-    sid: str | None
-    state: TargetState
-    known_ids: Ids
-    lease: Lease | None = None
-    parent: str | None = None
-    refs: list[BlockRef] = field(default_factory=list)
-    ref_ids: Ids = field(default_factory=lambda: np.empty(0, dtype=np.int32))
-
-    def stored_prefix(self, ids: Ids) -> list[BlockRef]:
-        """Return the stored blocks that hold a prefix of `ids`, whole blocks only."""
-        agreeing = common_prefix(self.ref_ids, ids)
-        kept, total = [], 0
-        for ref in self.refs:
-            total += ref.num_tokens
-            if total > agreeing:
-                break
-            kept.append(ref)
-        return kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,22 +59,6 @@ class Committed:
 
     snapshot_id: str
     num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Commit:
-    """A turn's gain, copied out of the live state."""
-
-    lease: Lease
-    snapshot: Snapshot
-    snapshot_id: str
-    blocks: list[Block]
-    pivot: SideRow | None
-    ids: Ids
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(memoryview(block.payload).nbytes for block in self.blocks)
 
 
 class SessionKeeper:
@@ -137,6 +90,7 @@ class SessionKeeper:
             logger.warning("sessions of this model are kept in RAM only: KV rows alone do not restore it")
             self.store = None
         self._durability = durability
+        self.break_even = BreakEven()
         self._queue = CommitQueue()
         self._block_tokens = block_tokens
         self._budget_bytes = budget_bytes
@@ -167,7 +121,7 @@ class SessionKeeper:
             self._in_use[id(live)] = live
         if sid is not None:
             try:
-                head = self._take_lease(live, sid, name)
+                head = self._take_lease(live, sid, name, named=snapshot_id)
                 self._find_snapshot(live, named=snapshot_id, head=head)
             except SessionError:
                 self.checkin(key, live)  # the store failed, not what is in RAM
@@ -197,11 +151,11 @@ class SessionKeeper:
         if is_guess:
             self._guess_shared_prefix(live, prompt)
         usable = min(common_prefix(live.ref_ids, prompt), len(prompt) - 1)
-        if usable <= from_ram:
+        if usable <= from_ram or not self.break_even.is_fetching_faster():
             return Reuse(from_ram)
-        state.rewind(0)
-        restored = self._fetch(live, prompt, usable)
-        return Reuse(0, restored, 0 if is_guess or restored == usable else 1)
+        kept = self._keep_whole_blocks(live, from_ram)
+        num_rows = self._fetch(live, prompt, usable)
+        return Reuse(kept, num_rows - kept, 0 if is_guess or num_rows == usable else 1)
 
     @torch.inference_mode()
     def restore_pivot(self, live: LiveSession, snapshot: Snapshot) -> bool:
@@ -214,7 +168,7 @@ class SessionKeeper:
         if not snapshot.pivot or restored < snapshot.num_kv or snapshot.num_kv != len(ids) - 1:
             return False
         row = self.store.get_pivot(self.target.fingerprint, snapshot.blocks[-1].chain, snapshot.num_kv - 1)
-        pivot = None if row is None else self._read_pivot(row)
+        pivot = None if row is None else read_pivot(self.target, row)
         if pivot is None:
             return False
         live.state.append(ids[restored:])
@@ -232,7 +186,7 @@ class SessionKeeper:
             self._queue.wait(live.sid)
         if self.store is None or live.sid is None or live.lease is None or live.state.num_rows == 0:
             return None
-        commit = self._prepare(live, live.lease)
+        commit = TurnCommit.prepare(live, self.target, secret=self.store.codec.secret, block_tokens=self._block_tokens)
         if self._durability == "async":
             self._queue.submit(live.sid, commit.num_bytes, partial(self._write, live, commit))
             return Committed(commit.snapshot_id, commit.num_bytes)
@@ -247,25 +201,11 @@ class SessionKeeper:
         """Wait as `flush` does, at most a minute; commits after that are stored at once."""
         self._queue.close()
 
-    def _prepare(self, live: LiveSession, lease: Lease) -> _Commit:
-        refs, blocks = self._new_blocks(live)
-        snapshot = Snapshot(
-            parent=live.parent,
-            fingerprint=self.target.fingerprint,
-            ids=ids_to_bytes(live.state.ids),
-            num_kv=live.state.num_rows,
-            blocks=tuple(refs),
-            pivot=live.state.pivot is not None,
-        )
-        pivot = None if live.state.pivot is None else self._pivot_row(live.state.pivot, snapshot)
-        ids = live.state.ids[: live.state.num_rows].copy()
-        return _Commit(lease, snapshot, snapshot.snapshot_id, blocks, pivot, ids)
-
-    def _write(self, live: LiveSession, commit: _Commit) -> CommitReport | None:
+    @torch.inference_mode()
+    def _write(self, live: LiveSession, commit: TurnCommit) -> CommitReport | None:
         """Store a commit and tell the session; in the background nobody else uses it until that is done."""
-        assert self.store is not None
         try:
-            report = self.store.commit(commit.lease, commit.snapshot, blocks=commit.blocks, pivot=commit.pivot)
+            report = self._store(live, commit)
         except FencedError as error:
             logger.warning("session %s: %s", live.sid, error)
             live.lease = None
@@ -280,14 +220,43 @@ class SessionKeeper:
             live.refs, live.ref_ids = [], np.empty(0, dtype=np.int32)
         return report
 
-    def _take_lease(self, live: LiveSession, sid: str, name: SessionName | None) -> str | None:
-        """Take the session over, to commit to it; return the snapshot its head is at."""
+    def _store(self, live: LiveSession, commit: TurnCommit) -> CommitReport:
+        """Copy and store the turn's rows; where the lease is stale but the turn goes on from the head, take it back.
+
+        That is the worker whose turns alternate with another's, or follow one's that died.
+        """
+        assert self.store is not None
+        new = commit.snapshot.blocks[commit.num_old_blocks :]
+        blocks = list(copy_blocks(live.state, new, commit.num_old_rows))
+        try:
+            return self.store.commit(commit.lease, commit.snapshot, blocks=blocks, pivot=commit.pivot)
+        except FencedError:
+            if not self._hides_nothing(self.store.head(commit.lease.sid), commit):
+                raise
+            lease = self.store.acquire(commit.lease.sid)
+            if not self._hides_nothing(lease, commit):
+                raise
+            return self.store.commit(lease, commit.snapshot, blocks=blocks, pivot=commit.pivot)
+
+    def _hides_nothing(self, head: Lease | None, commit: TurnCommit) -> bool:
+        """Say whether a head may be moved: the commit has all tokens of its snapshot, or nobody can read that one."""
+        assert self.store is not None
+        if head is None or head.snapshot in (None, commit.snapshot.parent, commit.snapshot_id):
+            return head is not None
+        at = self.store.get_snapshot(head.sid, head.snapshot)
+        return at is None or commit.snapshot.ids.startswith(at.ids)
+
+    def _take_lease(self, live: LiveSession, sid: str, name: SessionName | None, *, named: str | None) -> str | None:
+        """Take the session over, to commit to it; return the snapshot its head is at.
+
+        A lease held since an earlier call is stale if the message names a snapshot that was not made here.
+        """
         assert self.store is not None
         live.sid = sid
         if self._durability == "none":
             head = self.store.head(sid)
             return head.snapshot if head else None
-        if live.lease is None:
+        if live.lease is None or named not in (None, live.parent):
             live.lease = self.store.acquire(sid, name=name)
         return live.lease.snapshot
 
@@ -320,77 +289,37 @@ class SessionKeeper:
         counts = [size] * ((len(prompt) - 1) // size)
         root = chain_root(self.target.fingerprint, self.store.codec.secret)
         chains = chain_blocks(root, prompt[: sum(counts)], counts)
-        live.refs = [BlockRef(chain, size, bytes(DIGEST_BYTES)) for chain in chains]  # digests come with the blocks
+        live.refs = [BlockRef(chain, size) for chain in chains]
         live.ref_ids = prompt[: sum(counts)].copy()
 
+    def _keep_whole_blocks(self, live: LiveSession, num_rows: int) -> int:
+        """Rewind the state to the last end of a stored block within its first rows; returns where that is."""
+        kept = sum(ref.num_tokens for ref in live.stored_prefix(live.state.ids[:num_rows]))
+        live.state.rewind(kept)
+        return kept
+
     def _fetch(self, live: LiveSession, ids: Ids, num_rows: int) -> int:
-        """Append stored rows to an empty state, at most `num_rows`; returns how many.
+        """Append stored rows to a state that ends where a block does, up to `num_rows` in all; returns how many it has.
 
         Refs from the first block that is gone on are forgotten, so the next commit writes those blocks again.
         """
         assert self.store is not None
-        state = live.state
-        wanted = self._covering(live.refs, num_rows)
+        state, began, first_row = live.state, time.perf_counter(), live.state.num_rows
+        first = len(live.covering(first_row))
+        wanted = live.covering(num_rows)[first:]
         state.cache.reserve(len(ids))
-        for index, block in enumerate(self.store.get_blocks(self.target.fingerprint, [r.chain for r in wanted])):
+        fingerprint = self.target.fingerprint
+        blocks = self.store.get_blocks(fingerprint, [ref.chain for ref in wanted])
+        for index, (ref, block) in enumerate(zip(wanted, blocks, strict=True), first):
             start = state.num_rows
-            count = min(wanted[index].num_tokens, num_rows - start)
-            if block is None or not self._append(state, block, count):
+            count = min(ref.num_tokens, num_rows - start)
+            is_usable = block is not None and block.num_tokens == ref.num_tokens
+            if block is None or not (is_usable and append_rows(self.target, state, block, count)):
+                if block is not None:
+                    self.store.reject_block(fingerprint, ref.chain)
                 live.refs = live.refs[:index]
-                live.ref_ids = live.ref_ids[: sum(ref.num_tokens for ref in live.refs)]
+                live.ref_ids = live.ref_ids[: sum(each.num_tokens for each in live.refs)]
                 break
-            live.refs[index] = block.ref()
             state.append(ids[start : start + count])
+        self.break_even.fetched(state.num_rows - first_row, time.perf_counter() - began)
         return state.num_rows
-
-    @staticmethod
-    def _covering(refs: Sequence[BlockRef], num_rows: int) -> list[BlockRef]:
-        covering, total = [], 0
-        for ref in refs:
-            if total >= num_rows:
-                break
-            covering.append(ref)
-            total += ref.num_tokens
-        return covering
-
-    def _append(self, state: TargetState, block: Block, count: int) -> bool:
-        """Append a block's first rows; False if it does not have this target's shape."""
-        config = self.target.config
-        heads = config.num_key_value_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        expected = (self.target.num_layers, 2, heads, block.num_tokens, head_dim)
-        if block.shape != expected or block.dtype != str(self.target.dtype).removeprefix("torch."):
-            return False
-        append_block(state.cache, TensorBytes(block.dtype, block.shape, memoryview(block.payload)), num_rows=count)
-        return True
-
-    def _new_blocks(self, live: LiveSession) -> tuple[list[BlockRef], list[Block]]:
-        """Cut the rows behind the last stored block into new blocks."""
-        assert self.store is not None
-        state = live.state
-        refs = live.stored_prefix(state.ids[: state.num_rows])
-        start = sum(ref.num_tokens for ref in refs)
-        chain = refs[-1].chain if refs else chain_root(self.target.fingerprint, self.store.codec.secret)
-        blocks: list[Block] = []
-        while start < state.num_rows:
-            stop = min(start + self._block_tokens, state.num_rows)
-            chain = chain_next(chain, state.ids[start:stop])
-            rows = block_bytes(state.cache, start, stop)
-            blocks.append(Block(chain, stop - start, rows.dtype, rows.shape, rows.payload))
-            refs.append(blocks[-1].ref())
-            start = stop
-        return refs, blocks
-
-    def _pivot_row(self, pivot: torch.Tensor, snapshot: Snapshot) -> SideRow:
-        """Pack the pivot; its layer ids go in front, so that a drafter of other layers does not take it."""
-        layers = torch.tensor(self.target.layer_ids, dtype=pivot.dtype, device=pivot.device)
-        packed = to_bytes(torch.cat([layers.unsqueeze(1), pivot], dim=1))
-        return SideRow(snapshot.blocks[-1].chain, snapshot.num_kv - 1, packed.dtype, packed.shape, packed.payload)
-
-    def _read_pivot(self, row: SideRow) -> torch.Tensor | None:
-        if row.shape != (len(self.target.layer_ids), self.target.hidden_size + 1):
-            return None
-        packed = from_bytes(row.dtype, row.shape, row.payload).to(self.target.device)
-        if packed[:, 0].tolist() != list(self.target.layer_ids):
-            return None
-        return packed[:, 1:].contiguous()

@@ -9,7 +9,8 @@ from typing import Literal
 from dlite_agent.errors import RecordError
 from dlite_agent.sessions.client import translated
 from dlite_agent.sessions.keys import KeyParts
-from dlite_agent.sessions.records import Block, ForeignRecordError, RecordCodec, SideRow, Snapshot
+from dlite_agent.sessions.record_codec import ForeignRecordError, RecordCodec
+from dlite_agent.sessions.records import Block, SideRow, Snapshot
 from dlite_agent.sessions.store import SessionStore
 from dlite_agent.sessions.survey import Survey, batches, peek, survey
 
@@ -73,8 +74,7 @@ def check_record(codec: RecordCodec, parts: KeyParts, record: bytes) -> Block | 
 def verify(store: SessionStore) -> Verification:
     """Check all records of the store's tenant; nothing is changed, no life extended.
 
-    A record that expires meanwhile is no finding, nor is a block whose bytes differ from a snapshot's digest of them:
-    two workers may have computed it, equal up to rounding.
+    A record that expires meanwhile is no finding.
 
     Raises:
         StoreUnavailableError: If the server does not answer.

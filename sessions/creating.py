@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from dlite_agent.errors import SessionExistsError, UnknownSessionError
 from dlite_agent.sessions.client import translated
+from dlite_agent.sessions.heads import name_fields
 from dlite_agent.sessions.keys import SessionName
 from dlite_agent.sessions.records import Snapshot
-from dlite_agent.sessions.store import SessionStore, name_fields
+from dlite_agent.sessions.store import SessionStore
 from dlite_agent.sessions.survey import facts_of
 
 # KEYS: head, snapshot. ARGV: snapshot record, ttl, fence, version, snapshot id, then thread id and namespace if known.

@@ -7,76 +7,26 @@ expire. Whatever is missing, damaged or foreign when read is a miss: the caller 
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Literal, TypeVar
 
-from dlite_agent.errors import ConfigError, FencedError, RecordError, StoreFullError, StoreUnavailableError
-from dlite_agent.sessions.client import RedisClient, check_replies, is_wrong_type, require_binary, translated
+from dlite_agent.errors import ConfigError, RecordError, StoreFullError, StoreUnavailableError
+from dlite_agent.sessions.client import RedisClient, require_binary, translated
 from dlite_agent.sessions.codecs import CodecName
+from dlite_agent.sessions.counters import Counters
+from dlite_agent.sessions.heads import CommitStatus, Heads, Lease
 from dlite_agent.sessions.keys import Keys, SessionName, fingerprint_hash, is_snapshot_id
-from dlite_agent.sessions.records import Block, ForeignRecordError, RecordCodec, SideRow, Snapshot
+from dlite_agent.sessions.reading import RecordReader
+from dlite_agent.sessions.record_codec import RecordCodec
+from dlite_agent.sessions.records import Block, SideRow, Snapshot
 from dlite_agent.sessions.writing import RecordWriter, Write
 
 DEFAULT_TTL_S = 7 * 24 * 3600
 BLOCK_TTL_FACTOR = 2
 """Blocks outlive the sessions that point at them by this factor."""
 
-_READ_BLOCKS = 16
 _SCAN_COUNT = 1000
-_MAX_NAME = 1024  # characters of a thread id or namespace that a head keeps
-
-# KEYS: head. ARGV: ttl, then thread id and namespace if known. Any earlier lease is stale from now on.
-_ACQUIRE = """
-local fence = redis.call('HINCRBY', KEYS[1], 'fence', 1)
-if ARGV[2] then
-  redis.call('HSET', KEYS[1], 'thread', ARGV[2], 'namespace', ARGV[3])
-end
-redis.call('EXPIRE', KEYS[1], ARGV[1])
-local head = redis.call('HMGET', KEYS[1], 'version', 'snapshot')
-return {fence, tonumber(head[1] or '0'), head[2]}
-"""
-
-# KEYS: head. ARGV: fence, version, nonce, snapshot, ttl. A head that was lost is not made anew by an old lease.
-_COMMIT = """
-local head = redis.call('HMGET', KEYS[1], 'fence', 'version', 'nonce')
-local fence, version = tonumber(head[1] or '0'), tonumber(head[2] or '0')
-if head[3] == ARGV[3] then
-  redis.call('EXPIRE', KEYS[1], ARGV[5])
-  return {'duplicate', version}
-end
-if fence > tonumber(ARGV[1]) then
-  return {'fenced', fence}
-end
-if version ~= tonumber(ARGV[2]) then
-  return {'sibling', version}
-end
-redis.call('HSET', KEYS[1], 'fence', ARGV[1], 'version', version + 1, 'nonce', ARGV[3], 'snapshot', ARGV[4])
-redis.call('EXPIRE', KEYS[1], ARGV[5])
-return {'committed', version + 1}
-"""
-
-T = TypeVar("T")
-CommitStatus = Literal["committed", "duplicate", "sibling"]
-
-
-@dataclass(frozen=True, slots=True)
-class Lease:
-    """The right to move a session's head, until someone else acquires it.
-
-    Attributes:
-        sid: The session.
-        fence: Grows with every acquisition; the highest one may commit.
-        version: Number of commits the head has seen.
-        snapshot: Id of the snapshot the head points at, or None.
-    """
-
-    sid: str
-    fence: int
-    version: int
-    snapshot: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,37 +59,6 @@ class KindUsage:
 
     num_keys: int
     num_bytes: int
-
-
-@dataclass(slots=True)
-class Counters:
-    """What reads and commits met since the store was made.
-
-    Attributes:
-        hits: Records read and found sound.
-        misses: Records that were not there.
-        corrupt: Records that were damaged.
-        foreign: Records of another target, chain, kind or version than was asked for.
-        bytes_read: Bytes of the hits.
-        bytes_written: Bytes of blocks and snapshots that were not there before, and of pivot rows.
-        committed: Commits that moved a head.
-        duplicate: Commits that had been made before.
-        sibling: Commits that left a moved head alone.
-        fenced: Commits refused because another worker had acquired the session.
-        failed: Commits that the server did not take.
-    """
-
-    hits: int = 0
-    misses: int = 0
-    corrupt: int = 0
-    foreign: int = 0
-    bytes_read: int = 0
-    bytes_written: int = 0
-    committed: int = 0
-    duplicate: int = 0
-    sibling: int = 0
-    fenced: int = 0
-    failed: int = 0
 
 
 class SessionStore:
@@ -181,10 +100,9 @@ class SessionStore:
         self.counters = Counters()
         self.ttl_s = ttl_s
         self.block_ttl_s = ttl_s * BLOCK_TTL_FACTOR
-        self._acquire = client.register_script(_ACQUIRE)
-        self._commit = client.register_script(_COMMIT)
         self.writer = RecordWriter(client)
-        self._lock = threading.Lock()
+        self._reader = RecordReader(client, counters=self.counters, damaged=self.writer.damaged)
+        self._heads = Heads(client, self.keys, ttl_s=ttl_s, counters=self.counters)
 
     def acquire(self, sid: str, *, name: SessionName | None = None) -> Lease:
         """Take a session over; every earlier lease is stale from now on.
@@ -196,9 +114,7 @@ class SessionStore:
         Returns:
             The lease, with the snapshot the session is at (None if it is new).
         """
-        with translated("acquiring the session"):
-            fence, version, snapshot = self._acquire(keys=[self.keys.head(sid)], args=[self.ttl_s, *name_fields(name)])
-        return Lease(sid, int(fence), int(version), snapshot.decode() if snapshot else None)
+        return self._heads.acquire(sid, name)
 
     def head(self, sid: str) -> Lease | None:
         """Look at a session without taking it over.
@@ -207,13 +123,9 @@ class SessionStore:
             sid: A `session_id`.
 
         Returns:
-            Its present fence, version and snapshot, or None if there is no such session.
+            Its present fence, version and snapshot, or None if there is no such session or its head is damaged.
         """
-        with translated("reading the session's head"):
-            fence, version, snapshot = self.client.hmget(self.keys.head(sid), ["fence", "version", "snapshot"])
-        if fence is None:
-            return None
-        return Lease(sid, int(fence), int(version or 0), snapshot.decode() if isinstance(snapshot, bytes) else None)
+        return self._heads.look(sid)
 
     def get_snapshot(self, sid: str, snapshot_id: str) -> Snapshot | None:
         """Read a snapshot and extend its life.
@@ -226,11 +138,10 @@ class SessionStore:
             The snapshot, or None if it is missing, damaged or foreign (see `counters`).
         """
         if not is_snapshot_id(snapshot_id):
-            self._count(misses=1)
+            self.counters.add(misses=1)
             return None
-        key = self.keys.snapshot(sid, snapshot_id)
-        (record,) = self._read([key], ttl_s=self.ttl_s)
-        return self._checked(key, record, unpack=partial(self.codec.unpack_snapshot, snapshot_id=snapshot_id))
+        unpack = partial(self.codec.unpack_snapshot, snapshot_id=snapshot_id)
+        return self._reader.read(self.keys.snapshot(sid, snapshot_id), ttl_s=self.ttl_s, unpack=unpack)
 
     def get_blocks(self, fingerprint: str, chains: Sequence[bytes]) -> Iterator[Block | None]:
         """Read blocks, in order and a few at a time, and extend their lives.
@@ -245,12 +156,21 @@ class SessionStore:
             A block, or None where it is missing, damaged or foreign (see `counters`).
         """
         target = fingerprint_hash(fingerprint)
-        for start in range(0, len(chains), _READ_BLOCKS):
-            some = chains[start : start + _READ_BLOCKS]
-            keys = [self.keys.block(target, chain) for chain in some]
-            for key, chain, record in zip(keys, some, self._read(keys, ttl_s=self.block_ttl_s), strict=True):
-                unpack = partial(self.codec.unpack_block, fingerprint=fingerprint, chain=chain)
-                yield self._checked(key, record, unpack=unpack)
+        keys = [self.keys.block(target, chain) for chain in chains]
+
+        def unpack(index: int, record: bytes) -> Block:
+            return self.codec.unpack_block(record, fingerprint=target, chain=chains[index])
+
+        return self._reader.stream(keys, ttl_s=self.block_ttl_s, unpack=unpack)
+
+    def reject_block(self, fingerprint: str, chain: bytes) -> None:
+        """Say that a block, sound as it is, cannot be used; it counts as foreign, and the next commit replaces it.
+
+        Args:
+            fingerprint: The target it was to be of.
+            chain: Its chain hash.
+        """
+        self._reader.reject(self.keys.block(fingerprint_hash(fingerprint), chain))
 
     def get_pivot(self, fingerprint: str, chain: bytes, position: int) -> SideRow | None:
         """Read the hidden row at the end of a block and extend its life.
@@ -264,9 +184,8 @@ class SessionStore:
             The row, or None if it is missing, damaged or foreign (see `counters`).
         """
         key = self.keys.side(fingerprint_hash(fingerprint), chain, position)
-        (record,) = self._read([key], ttl_s=self.block_ttl_s)
         unpack = partial(self.codec.unpack_side, fingerprint=fingerprint, chain=chain, position=position)
-        return self._checked(key, record, unpack=unpack)
+        return self._reader.read(key, ttl_s=self.block_ttl_s, unpack=unpack)
 
     def commit(
         self, lease: Lease, snapshot: Snapshot, *, blocks: Sequence[Block] = (), pivot: SideRow | None = None
@@ -294,7 +213,7 @@ class SessionStore:
         try:
             return self._commit_checked(lease, snapshot, blocks=blocks, pivot=pivot)
         except (StoreUnavailableError, StoreFullError):
-            self._count(failed=1)
+            self.counters.add(failed=1)
             raise
 
     def touch(self, sid: str, snapshot: Snapshot) -> None:
@@ -358,45 +277,17 @@ class SessionStore:
         num_bytes = sum(sizes)
         num_bytes += sum(self.writer.write(self._pivot_writes(snapshot.fingerprint, pivot), self.block_ttl_s))
         num_bytes += sum(self.writer.write([Write(self.keys.snapshot(lease.sid, snapshot_id), record)], self.ttl_s))
-        self._count(bytes_written=num_bytes)
-        status, version = self._move_head(lease, snapshot_id)
+        self.counters.add(bytes_written=num_bytes)
+        status, next_lease = self._heads.move(lease, snapshot_id)
         return CommitReport(
             status=status,
             snapshot_id=snapshot_id,
-            lease=lease if status == "sibling" else replace(lease, version=version, snapshot=snapshot_id),
+            lease=next_lease,
             bytes_written=num_bytes,
             blocks_written=sum(1 for size in sizes if size),
             blocks_shared=sizes.count(0),
             blocks_missing=missing,
         )
-
-    def _read(self, keys: Sequence[str], *, ttl_s: int) -> list[object]:
-        with translated("reading records"):
-            pipe = self.client.pipeline(transaction=False)
-            for key in keys:
-                pipe.getex(key, ex=ttl_s)
-            replies: list[object] = pipe.execute(raise_on_error=False)
-            check_replies([reply for reply in replies if not is_wrong_type(reply)])
-        return replies
-
-    def _checked(self, key: str, record: object, *, unpack: Callable[[bytes], T]) -> T | None:
-        if record is None:
-            self._count(misses=1)
-            return None
-        try:
-            if not isinstance(record, bytes):
-                raise ForeignRecordError("the key holds no string")
-            found = unpack(record)
-        except ForeignRecordError:
-            self._count(foreign=1)
-            self.writer.damaged.add(key)
-            return None
-        except RecordError:
-            self._count(corrupt=1)
-            self.writer.damaged.add(key)
-            return None
-        self._count(hits=1, bytes_read=len(record))
-        return found
 
     def _check_commit(self, snapshot: Snapshot, *, blocks: Sequence[Block], pivot: SideRow | None) -> None:
         self.codec.check_chain(snapshot)
@@ -432,30 +323,3 @@ class SessionStore:
             key = self.keys.side(fingerprint_hash(fingerprint), pivot.chain, pivot.position)
             # replaces: a drafter that looks at other layers needs another row of the same position
             yield Write(key, self.codec.pack_side(fingerprint, pivot), replaces=True)
-
-    def _move_head(self, lease: Lease, snapshot_id: str) -> tuple[CommitStatus, int]:
-        nonce = f"{snapshot_id}:{lease.fence}:{lease.version}"
-        with translated("moving the session's head"):
-            answer, number = self._commit(
-                keys=[self.keys.head(lease.sid)], args=[lease.fence, lease.version, nonce, snapshot_id, self.ttl_s]
-            )
-        status = answer.decode()
-        self._count(**{status: 1})
-        if status == "fenced":
-            raise FencedError(
-                f"the session was acquired by another worker (fence {number}; this lease has {lease.fence}); "
-                "acquire it again to go on from there"
-            )
-        return status, int(number)
-
-    def _count(self, **amounts: int) -> None:
-        with self._lock:
-            for name, amount in amounts.items():
-                setattr(self.counters, name, getattr(self.counters, name) + amount)
-
-
-def name_fields(name: SessionName | None) -> list[bytes]:
-    """Write a name as a head keeps it: thread id and namespace, the ends of long ones cut off; nothing for None."""
-    if name is None:
-        return []
-    return [text[:_MAX_NAME].encode("utf-8", "surrogatepass") for text in (name.thread_id, name.namespace)]

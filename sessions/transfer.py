@@ -27,7 +27,8 @@ from dlite_agent.errors import ConfigError, ForeignFileError, RecordError, Sessi
 from dlite_agent.sessions.checking import check_record
 from dlite_agent.sessions.creating import create_session
 from dlite_agent.sessions.keys import DIGEST_BYTES, KeyParts, SessionName
-from dlite_agent.sessions.records import MAX_RECORD_BYTES, ForeignRecordError, Snapshot
+from dlite_agent.sessions.record_codec import ForeignRecordError
+from dlite_agent.sessions.records import MAX_RECORD_BYTES, Snapshot
 from dlite_agent.sessions.store import SessionStore
 from dlite_agent.sessions.survey import SnapshotFacts, batches, facts_of, peek, survey
 from dlite_agent.sessions.writing import Write

@@ -22,8 +22,9 @@ from dlite_agent.drafters.lookup import LookupDrafter
 from dlite_agent.engine.decode import decode
 from dlite_agent.engine.request import Request
 from dlite_agent.engine.target import Target
+from dlite_agent.live_session import LiveSession
 from dlite_agent.runtime import close_all
-from dlite_agent.session_keeper import Committed, LiveSession, Reuse, SessionKeeper
+from dlite_agent.session_keeper import Committed, Reuse, SessionKeeper
 from dlite_agent.sessions.checking import verify
 from dlite_agent.sessions.client import RedisClient
 from dlite_agent.sessions.embedded import EmbeddedServer

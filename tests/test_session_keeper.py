@@ -14,10 +14,12 @@ from dlite_agent.drafters.null import NullDrafter
 from dlite_agent.engine.decode import decode, resume
 from dlite_agent.engine.request import Request
 from dlite_agent.engine.target import Target
-from dlite_agent.session_keeper import LiveSession, Reuse, SessionKeeper
+from dlite_agent.live_session import LiveSession
+from dlite_agent.session_keeper import Reuse, SessionKeeper
 from dlite_agent.sessions.embedded import EmbeddedServer
 from dlite_agent.sessions.inventory import take_inventory
-from dlite_agent.sessions.keys import KINDS, SessionName, session_id
+from dlite_agent.sessions.keys import KINDS, SessionName, fingerprint_hash, session_id
+from dlite_agent.sessions.records import Block
 from dlite_agent.sessions.store import SessionStore
 from dlite_agent.testing import tiny_target
 
@@ -201,6 +203,77 @@ def test_a_stale_worker_is_fenced_and_goes_on(llama: Target, store: SessionStore
     tokens, _, _, snapshot_id = turn(stale, [1, 2, 3, 4])
     assert snapshot_id is not None
     assert tokens == cold(llama, [1, 2, 3, 4])
+
+
+def test_workers_that_alternate_store_every_turn(llama: Target, store: SessionStore) -> None:
+    workers = [keeper(llama, store) for _ in range(2)]
+    prompt, snapshot_id = PROMPT, None
+    for index, worker in enumerate([*workers, *workers, workers[1], *workers]):
+        tokens, reuse, _, stored = turn(worker, prompt, snapshot_id=snapshot_id if index % 3 else None)
+        assert tokens == cold(llama, prompt)
+        assert stored is not None
+        assert (reuse.from_ram + reuse.from_store > 0) == (index > 0)
+        prompt, snapshot_id = [*prompt, *tokens, 5, index], stored
+    head = store.head(KEY)
+    assert head is not None
+    assert head.snapshot == snapshot_id
+
+
+def test_a_worker_whose_session_was_taken_and_left_alone_takes_it_back(llama: Target, store: SessionStore) -> None:
+    worker = keeper(llama, store)
+    first, *_ = turn(worker, PROMPT)
+    store.acquire(KEY)  # by one that dies before it commits
+    tokens, _, _, stored = turn(worker, [*PROMPT, *first, 5])
+    assert stored is not None
+    assert store.counters.fenced == 1
+    assert tokens == cold(llama, [*PROMPT, *first, 5])
+
+
+def test_a_sound_block_of_another_shape_is_replaced(llama: Target, store: SessionStore) -> None:
+    first, *_ = turn(keeper(llama, store), PROMPT)
+    live = keeper(llama, store).checkout(KEY, is_stored=True)
+    chain = live.refs[1].chain
+    wrong = Block(chain, BLOCK, "float32", (8, 2, 2, BLOCK, 8), bytes(8 * 2 * 2 * BLOCK * 8 * 4))
+    target = fingerprint_hash(llama.fingerprint)
+    store.client.set(store.keys.block(target, chain), store.codec.pack_block(llama.fingerprint, wrong))
+    longer = [*PROMPT, *first, 5]
+    tokens, reuse, _, _ = turn(keeper(llama, store), longer)
+    assert (reuse.from_store, reuse.blocks_lost) == (BLOCK, 1)
+    assert tokens == cold(llama, longer)
+    again, reuse, _, _ = turn(keeper(llama, store), [*longer, *tokens, 6])
+    assert reuse.from_store == len(longer) + len(tokens) - 1
+    assert again == cold(llama, [*longer, *tokens, 6])
+
+
+def test_rows_in_memory_are_not_fetched_again(llama: Target, store: SessionStore) -> None:
+    here, elsewhere = keeper(llama, store), keeper(llama, store)
+    first, *_ = turn(here, PROMPT)
+    longer = [*PROMPT, *first, 5, 6]
+    second, _, _, snapshot_id = turn(elsewhere, longer)
+    hits = store.counters.hits
+    tokens, reuse, _, _ = turn(here, [*longer, *second, 7], snapshot_id=snapshot_id)
+    num_blocks = -(-(len(PROMPT) + len(first) - 1) // BLOCK)
+    assert reuse.from_ram == len(PROMPT) + len(first) - 1
+    assert reuse.from_ram + reuse.from_store == len(longer) + len(second) - 1
+    assert store.counters.hits - hits < num_blocks
+    assert tokens == cold(llama, [*longer, *second, 7])
+
+
+def test_rows_are_computed_where_that_was_faster_and_fetching_is_tried_again(
+    llama: Target, store: SessionStore
+) -> None:
+    turn(keeper(llama, store), PROMPT)
+    other = keeper(llama, store)
+    other.break_even.fetched(100, 10.0)
+    other.break_even.computed(100, 1.0)
+    reuses = []
+    for _ in range(16):
+        live = other.checkout(KEY, is_stored=True)
+        reuses.append(other.restore(live, np.asarray([*PROMPT, 5], dtype=np.int32)).from_store)
+    assert [bool(reuse) for reuse in reuses] == [False] * 15 + [True]
+    other.break_even.computed(100, 1000.0)
+    live = other.checkout(KEY, is_stored=True)
+    assert other.restore(live, np.asarray([*PROMPT, 5], dtype=np.int32)).from_store
 
 
 def test_a_session_is_stored_under_the_name_its_caller_gives(llama: Target, store: SessionStore) -> None:

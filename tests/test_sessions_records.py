@@ -26,15 +26,13 @@ from dlite_agent.sessions.keys import (
     session_id,
     thread_hash,
 )
+from dlite_agent.sessions.record_codec import _HEADER, SCHEMA_VERSION, ForeignRecordError, RecordCodec
 from dlite_agent.sessions.records import (
-    _HEADER,
-    _HEADER_BYTES,
     DTYPE_BYTES,
+    HEADER_BYTES,
     MAX_RECORD_BYTES,
     Block,
     BlockRef,
-    ForeignRecordError,
-    RecordCodec,
     SideRow,
     Snapshot,
 )
@@ -173,7 +171,14 @@ def resealed(record: bytes, position: int, value: bytes) -> bytes:
     """Change a header as a forger without a secret to find could."""
     header = bytearray(record[: _HEADER.size])
     header[position : position + len(value)] = value
-    return bytes(header) + RecordCodec()._seal(bytes(header)) + record[_HEADER_BYTES:]
+    return bytes(header) + RecordCodec()._seal(bytes(header)) + record[HEADER_BYTES:]
+
+
+@pytest.mark.parametrize("schema", [0, 1, SCHEMA_VERSION + 1])
+def test_records_of_another_schema_are_another_version_s(schema: int) -> None:
+    record = resealed(RecordCodec().pack_block("target", smooth_block()), 4, bytes([schema]))
+    with pytest.raises(ForeignRecordError, match=f"schema {schema}"):
+        RecordCodec().unpack_block(record, fingerprint="target", chain=CHAIN)
 
 
 @pytest.mark.parametrize("codec", [2, 7, 255])
@@ -286,7 +291,7 @@ def test_tensors_that_do_not_fit_their_description_are_refused(
 
 def make_snapshot(tokens: list[int], counts: list[int], *, secret: bytes = b"", **changes: Any) -> Snapshot:
     chains = chain_blocks(chain_root("target", secret), tokens, counts)
-    refs = tuple(BlockRef(chain, count, b"d" * 32) for chain, count in zip(chains, counts, strict=True))
+    refs = tuple(BlockRef(chain, count) for chain, count in zip(chains, counts, strict=True))
     fields: dict[str, Any] = {
         "parent": None,
         "fingerprint": "target",

@@ -18,8 +18,10 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from dlite_agent.bench.sessions.proxy import Proxy
 from dlite_agent.errors import ConfigError, FencedError, RecordError, StoreFullError, StoreUnavailableError
 from dlite_agent.sessions.embedded import EmbeddedServer
+from dlite_agent.sessions.heads import Lease
 from dlite_agent.sessions.keys import (
     KINDS,
     chain_blocks,
@@ -30,7 +32,7 @@ from dlite_agent.sessions.keys import (
     session_id,
 )
 from dlite_agent.sessions.records import Block, BlockRef, SideRow, Snapshot
-from dlite_agent.sessions.store import BLOCK_TTL_FACTOR, Lease, SessionStore
+from dlite_agent.sessions.store import BLOCK_TTL_FACTOR, SessionStore
 
 TARGET = "target"
 SID = session_id("thread")
@@ -399,6 +401,62 @@ def test_every_key_is_of_a_known_kind_and_none_is_the_drafters(store: SessionSto
     assert usage["block"].num_bytes > 6 * 64
     store.client.set(f"{store.keys.prefix}:draft", b"x")
     assert store.usage()["unknown"].num_keys == 1
+
+
+@pytest.mark.parametrize("junk", [b"", b"\xff\x00", b"-1", b"nan", b"1e400", b"*", b"9" * 30])
+@pytest.mark.parametrize("name", ["version", "fence", "snapshot"])
+def test_a_head_that_holds_nonsense_is_made_anew(
+    store: SessionStore, client: redis.Redis, name: str, junk: bytes
+) -> None:
+    first, second = Turn([1, 2, 3], [3]), Turn([1, 2, 3, 4], [4])
+    old = store.acquire(SID)
+    commit(store, first)
+    client.hset(store.keys.head(SID), name, junk)
+    found = store.head(SID)
+    assert found is None or found.snapshot in (None, first.id)
+    lease = store.acquire(SID)
+    assert lease.fence > old.fence
+    assert store.commit(lease, second.snapshot, blocks=second.blocks, pivot=second.pivot).status == "committed"
+    with pytest.raises(FencedError):
+        store.commit(old, first.snapshot, blocks=first.blocks, pivot=first.pivot)
+    assert is_restorable(store, second)
+
+
+def test_a_key_of_another_type_is_no_head(store: SessionStore, client: redis.Redis) -> None:
+    turn = Turn([1, 2, 3], [3])
+    lease = store.acquire(SID)
+    client.set(store.keys.head(SID), b"planted")
+    assert store.head(SID) is None
+    assert store.commit(lease, turn.snapshot, blocks=turn.blocks, pivot=turn.pivot).status == "sibling"
+    lease = store.acquire(SID)
+    assert lease.snapshot is None
+    assert store.counters.corrupt == 2
+    assert store.commit(lease, turn.snapshot, blocks=turn.blocks, pivot=turn.pivot).status == "committed"
+
+
+@pytest.mark.parametrize("late", range(1, 7))
+def test_the_answer_to_an_earlier_commit_is_not_taken_for_a_later_ones(
+    store: SessionStore, server: EmbeddedServer, late: int
+) -> None:
+    first, second = Turn([1, 2, 3], [3]), Turn([1, 2, 3, 4], [4])
+    with Proxy(server.state.socket) as proxy:
+        through = redis.Redis(unix_socket_path=proxy.socket, retry=Retry(NoBackoff(), 0))
+        worker = SessionStore(through)
+        lease = worker.acquire(SID)
+        lease = worker.commit(lease, first.snapshot, blocks=first.blocks, pivot=first.pivot).lease
+        proxy.stale_at = late
+        statuses: list[str] = []
+        for _ in range(3):
+            try:
+                statuses.append(worker.commit(lease, second.snapshot, blocks=second.blocks, pivot=second.pivot).status)
+            except StoreUnavailableError:
+                statuses.append("refused")
+        through.close()
+    assert proxy.num_faults == 1
+    assert statuses[-1] in ("committed", "duplicate")
+    head = store.head(SID)
+    assert head is not None
+    assert head.snapshot == second.id
 
 
 @pytest.mark.parametrize("fault", ["foreign block", "no pivot", "wrong pivot", "wrong ids"])
