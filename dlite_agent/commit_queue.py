@@ -109,6 +109,8 @@ class CommitQueue:
                 if error is not None:
                     self._errors[item.sid] = error
                 self._waiting[item.sid] -= 1
+                if not self._waiting[item.sid]:
+                    del self._waiting[item.sid]  # the session may never come back
                 self._num_bytes -= item.num_bytes
                 self._changed.notify_all()
             del item  # its blocks

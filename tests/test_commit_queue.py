@@ -106,3 +106,12 @@ def test_a_close_that_cannot_wait_says_what_is_lost(caplog: pytest.LogCaptureFix
     assert "not stored" in caplog.text
     gate.set()
     assert queue.drain()
+
+
+def test_nothing_is_kept_of_sessions_that_do_not_come_back() -> None:
+    queue = CommitQueue()
+    for number in range(100):
+        queue.submit(f"session {number}", 1, lambda: None)
+    assert queue.drain()
+    assert not queue._waiting
+    queue.close()

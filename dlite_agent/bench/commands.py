@@ -23,6 +23,7 @@ from dlite_agent.bench.output import (
     stderr_writer,
     with_given,
 )
+from dlite_agent.bench.sessions.commands import add_sessions_bench
 from dlite_agent.config import Settings
 from dlite_agent.errors import ConfigError
 
@@ -41,6 +42,7 @@ def add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     _add_engine(kinds)
     _add_exact(kinds)
     add_drafters(kinds)
+    add_sessions_bench(kinds)
 
 
 def _add_verify(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
