@@ -7,18 +7,15 @@ defaults live there once, for the constructor, for `bind` and for each call.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from langchain_core.tools import BaseTool
-from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from dlite_agent.errors import ConfigError
 from dlite_agent.structured import response_schema
-
-Tool = dict[str, Any] | type | Callable[..., Any] | BaseTool
+from dlite_agent.tool_schemas import format_tools
 
 
 class GenerationSettings(BaseModel):
@@ -56,9 +53,9 @@ class GenerationSettings(BaseModel):
     top_p: float = Field(default=1.0, gt=0, le=1)
     min_p: float = Field(default=0.0, ge=0, le=1)
     seed: int = 0
-    repetition_penalty: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    presence_penalty: float = Field(default=0.0, allow_inf_nan=False)
-    frequency_penalty: float = Field(default=0.0, allow_inf_nan=False)
+    repetition_penalty: float = Field(default=1.0, ge=0.01, le=100)
+    presence_penalty: float = Field(default=0.0, ge=-100, le=100)
+    frequency_penalty: float = Field(default=0.0, ge=-100, le=100)
     logit_bias: dict[int, float] = Field(default_factory=dict)
     bad_words: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     min_tokens: int = Field(default=0, ge=0)
@@ -82,6 +79,18 @@ class GenerationSettings(BaseModel):
 SETTINGS = tuple(GenerationSettings.model_fields)
 _REQUESTS = ("tools", "tool_choice", "parallel_tool_calls", "strict", "response_format", "stop", "session_id", "stream")
 _PASSED_THROUGH = ("session", "ls_structured_output_format", "structured_output_format")
+
+
+class Session(NamedTuple):
+    """What a call belongs to; the model's own methods pass it on to its inner ones, as `session`.
+
+    Attributes:
+        thread_id: The thread, or None for a call that belongs to none (it is not stored).
+        namespace: Checkpoint namespace inside the thread.
+    """
+
+    thread_id: str | None
+    namespace: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +136,8 @@ def check_options(own: GenerationSettings, options: Mapping[str, Any]) -> Genera
     for name in options:
         if name not in (*SETTINGS, *_REQUESTS, *_PASSED_THROUGH):
             raise ConfigError(_unknown(name))
+    if not isinstance(options.get("session", Session(None)), Session):
+        raise ConfigError(_unknown("session"))
     for name in ("parallel_tool_calls", "strict", "stream"):
         if not isinstance(options.get(name), bool | None):
             raise ConfigError(f"{name} is {options[name]!r}; expected True, False or None")
@@ -152,16 +163,14 @@ def refuse_several(own: GenerationSettings, options: Mapping[str, Any]) -> None:
         raise ConfigError(f"n is {num_replies}, but a stream is one reply; call `generate` instead, or set n=1")
 
 
-def resolve_options(
-    own: GenerationSettings, options: Mapping[str, Any], *, stop: Any, session: tuple[str | None, str]
-) -> CallOptions:
+def resolve_options(own: GenerationSettings, options: Mapping[str, Any], *, stop: Any, session: Session) -> CallOptions:
     """Return what a call asks for.
 
     Args:
         own: The model's settings.
         options: Keyword arguments of the call, those that were bound among them.
         stop: The call's stop strings.
-        session: Its thread and namespace.
+        session: What it belongs to.
 
     Raises:
         ConfigError: As `check_options`; or `tool_choice` names no tool.
@@ -175,26 +184,9 @@ def resolve_options(
         is_parallel=parallel is not False,
         schema=response_schema(options.get("response_format")),
         stops=_stops(stop),
-        thread_id=session[0],
-        namespace=session[1],
+        thread_id=session.thread_id,
+        namespace=session.namespace,
     )
-
-
-def format_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """Return tools as OpenAI-style dicts.
-
-    Raises:
-        ConfigError: Something is no tool.
-    """
-    formatted = []
-    for index, tool in enumerate(tools):
-        try:
-            formatted.append(convert_to_openai_tool(tool))
-        except (ValueError, TypeError, AttributeError) as error:
-            raise ConfigError(f"tool {index} is {tool!r}, which is none ({error})") from error
-        if not formatted[-1].get("function", {}).get("name"):
-            raise ConfigError(f"tool {index} is {tool!r}; expected a function with a name")
-    return formatted
 
 
 def choose_tool(choice: Any, names: Sequence[str]) -> str:

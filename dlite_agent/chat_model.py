@@ -24,10 +24,9 @@ from pydantic import ConfigDict, Field
 from dlite_agent.call_options import (
     SETTINGS,
     GenerationSettings,
-    Tool,
+    Session,
     check_options,
     choose_tool,
-    format_tools,
     refuse_several,
     resolve_options,
 )
@@ -38,6 +37,7 @@ from dlite_agent.jobs import Job
 from dlite_agent.reply import PROVIDER, Call, stream_reply
 from dlite_agent.sessions.keys import without_task_ids
 from dlite_agent.structured import Method, structured_output
+from dlite_agent.tool_schemas import Tool, format_tools
 
 if TYPE_CHECKING:
     from langchain_core.language_models.chat_models import _ChatModelBinding
@@ -91,7 +91,10 @@ class ChatDLite(BaseChatModel, GenerationSettings):
 
     @classmethod
     def is_lc_serializable(cls) -> bool:
-        """Say that `dumpd` and `load` work; settings and the session store belong to the process and are left out."""
+        """Say that `dumpd` and `load` work; settings and the session store belong to the process and are left out.
+
+        `load` wants to be told: `load(dumped, allowed_objects=[ChatDLite], valid_namespaces=["dlite_agent"])`.
+        """
         return True
 
     @property
@@ -139,8 +142,9 @@ class ChatDLite(BaseChatModel, GenerationSettings):
 
         Args:
             tools: Functions, pydantic classes, LangChain tools or OpenAI-style dicts.
-            tool_choice: None or "auto" (the model decides), "none", "any", True or "required" (some call is made), or
-                the name of a tool, plain or as an OpenAI-style dict (that tool is called).
+            tool_choice: None or "auto" (the model decides), "none" (it is shown the tools, and cannot begin a call),
+                "any", True or "required" (some call is made), or the name of a tool, plain or as an OpenAI-style dict
+                (that tool is called).
             kwargs: Bound to every call. `parallel_tool_calls=False` allows one call per reply. `strict` changes
                 nothing: calls are always held to their tool's schema.
 
@@ -383,13 +387,13 @@ def _identified(config: RunnableConfig | None, kwargs: dict[str, Any]) -> dict[s
     if "session" in kwargs:
         return kwargs
     if kwargs.get("session_id") is not None:
-        return {**kwargs, "session": (str(kwargs["session_id"]), "")}
+        return {**kwargs, "session": Session(str(kwargs["session_id"]))}
     configurable = ensure_config(config).get("configurable") or {}
     thread_id = configurable.get("thread_id")
     if thread_id is None:
-        return {**kwargs, "session": (None, "")}
-    namespace = str(configurable.get("checkpoint_ns") or "")
-    return {**kwargs, "session": (str(thread_id), without_task_ids(namespace))}
+        return {**kwargs, "session": Session(None)}
+    namespace = without_task_ids(str(configurable.get("checkpoint_ns") or ""))
+    return {**kwargs, "session": Session(str(thread_id), namespace)}
 
 
 def _open_store(spec: Any, settings: Settings) -> Any:

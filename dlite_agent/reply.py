@@ -22,7 +22,7 @@ from langchain_core.messages.tool import tool_call_chunk
 from langchain_core.outputs import ChatGenerationChunk
 
 from dlite_agent.call_options import CallOptions
-from dlite_agent.errors import ContextLengthError
+from dlite_agent.errors import ContextLengthError, PromptError
 from dlite_agent.logprobs import TokenTrail, openai_entry
 from dlite_agent.prompting.messages import METADATA_KEY, message_digest
 from dlite_agent.prompting.parser import Event, InvalidToolCall, StreamParser, TextDelta, ToolCall
@@ -56,7 +56,6 @@ _SAMPLING = (
 )
 _ANONYMOUS = "anonymous"
 _OWN_TOKENS = ("prefill", "bonus")  # sources of tokens that nobody drafted
-_PLAIN_TEXT = r"[^\s{\[<`](?s:.)*"  # what a reply without calls begins with, where the model was shown tools
 
 
 class PromptTooLongError(ContextLengthError, ContextOverflowError):
@@ -96,7 +95,7 @@ class Call:
         for message in reversed(self.messages):
             record = message.response_metadata.get(METADATA_KEY) if isinstance(message, AIMessage) else None
             if isinstance(record, Mapping) and record.get("session") == self.session_key:
-                return str(record["snapshot"])
+                return record["snapshot"] if isinstance(record.get("snapshot"), str) else None
         return None
 
 
@@ -219,7 +218,10 @@ class _Reply:
         text = runtime.render(self._call.messages, self._options.tools, reasoning=self._options.settings.reasoning)
         self._is_thinking = runtime.template.dialect.is_thinking(text)
         known = self._live.known_ids.tolist() if self._options.thread_id is not None else []
-        return runtime.encoder.encode(text, known)  # without a session, the messages alone decide the ids
+        ids = runtime.encoder.encode(text, known)  # without a session, the messages alone decide the ids
+        if not ids:
+            raise PromptError("the model's chat template makes nothing of this conversation; expected some text")
+        return ids
 
     def _constraint(self) -> TokenConstraint | None:
         options, dialect, grammars = self._options, self._runtime.template.dialect, self._runtime.grammars
@@ -234,7 +236,7 @@ class _Reply:
                 is_thinking=self._is_thinking,
             )
         if not tools:
-            return grammars.regex(_PLAIN_TEXT) if options.tools else None
+            return grammars.no_call(dialect=dialect, is_thinking=self._is_thinking) if options.tools else None
         constraint: TokenConstraint = grammars.tool_call(
             tools,
             choice=options.tool_choice,
@@ -346,6 +348,7 @@ class _Reply:
         record: dict[str, Any] = {
             "raw": raw,
             "digest": message_digest("".join(self._text), calls),
+            "dialect": self._runtime.template.dialect.name,
             "stats": self._tally.as_dict(reuse, committed),
         }
         if committed is not None:

@@ -55,7 +55,12 @@ class Runtime:
             PromptError: The conversation cannot be rendered.
         """
         profile = self.profile
-        converted = to_template_messages(messages, result_hint=profile.result_hint, error_hint=profile.error_hint)
+        converted = to_template_messages(
+            messages,
+            result_hint=profile.result_hint,
+            error_hint=profile.error_hint,
+            dialect=self.template.dialect.name,
+        )
         return self.template.render(converted, tools, reasoning=reasoning)
 
 

@@ -86,6 +86,8 @@ def structured_output(
     """
     if method not in _METHODS:
         raise ConfigError(f"method is {method!r}; expected {', '.join(_METHODS)}")
+    if taken := sorted({"tools", "tool_choice", "parallel_tool_calls", "response_format"} & options.keys()):
+        raise ConfigError(f"with_structured_output sets {taken[0]} itself; to combine tools with it, bind them instead")
     if schema is None and method != "json_mode":
         raise ConfigError(f"method {method} got no schema; give one, or use json_mode for any JSON object")
     traced = {} if schema is None else {"ls_structured_output_format": {"kwargs": {"method": method}, "schema": schema}}
@@ -133,11 +135,13 @@ def answer_constraint(
     """
     from dlite_agent.prompting.grammars import CallGrammars
     from dlite_agent.prompting.rules import json_rule, quoted
+    from dlite_agent.prompting.schema_limits import refuse_unheld
     from dlite_agent.prompting.schemas import tool_parameters
 
     first = quoted(f"\n{dialect.thinking[1]}\n\n") if is_thinking else ""
     parameters = tool_parameters(tools)
     schemas = {"": schema, **parameters}
+    refuse_unheld(schemas)
     if tools and dialect.is_bare:  # two grammars that begin alike would shadow each other in the lexer
         schema = _call_or_answer(schema, parameters, dialect)
     parts = [f"start: {first} answer", f"answer: {json_rule(schema)}"]
@@ -200,8 +204,8 @@ def _tool_name(schema: Any) -> str:
         return str(convert_to_openai_tool(schema)["function"]["name"])
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise ConfigError(
-            f"{schema!r} is no tool ({error}); give a pydantic class, a TypedDict, or a JSON schema with a title and a "
-            "description, or use method='json_schema'"
+            f"{schema!r} is no tool ({error}); give a pydantic class, a TypedDict without NotRequired, or a JSON "
+            "schema with a title and a description, or use method='json_schema'"
         ) from error
 
 

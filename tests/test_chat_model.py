@@ -178,7 +178,13 @@ def test_no_tool_choice_means_no_call(model: ChatDLite) -> None:
     message = model.bind_tools([get_weather], tool_choice="none").invoke("what now?")
     assert message.tool_calls == []
     assert message.invalid_tool_calls == []
-    assert str(message.content)[:1] not in ("{", "[", "<", "`")
+
+
+@pytest.mark.parametrize("start", ["<", "{", "[", "`", " "])
+def test_where_no_call_may_be_made_the_text_is_what_it_is_anyway(model: ChatDLite, start: str) -> None:
+    (token,) = model.get_token_ids(start)
+    bound = model.bind_tools([get_weather], tool_choice="none").bind(logit_bias={token: 60.0}, max_tokens=6)
+    assert bound.invoke("what now?").response_metadata["dlite"]["raw"] == start * 6
 
 
 def test_an_unknown_tool_choice_is_refused_when_it_is_bound(model: ChatDLite) -> None:

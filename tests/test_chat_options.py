@@ -71,6 +71,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"stop": ""}, "stop is ''"),
     ({"response_format": "json"}, "response_format is 'json'"),
     ({"response_format": {"type": "json_schema"}}, "response_format"),
+    ({"session": "alice"}, "session is no option.*did you mean session_id"),
+    ({"repetition_penalty": 1e-300}, "repetition_penalty is 1e-300"),
+    ({"presence_penalty": 1e300}, "presence_penalty is 1e"),
+    ({"frequency_penalty": -101}, "frequency_penalty is -101"),
 ]
 
 

@@ -20,7 +20,6 @@ from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage
 from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import BaseModel, Field
 
-import dlite_agent.reply
 from dlite_agent import ChatDLite, Settings
 from dlite_agent.constraints import GrammarFactory
 from dlite_agent.errors import ConfigError, UnsupportedSchemaError
@@ -160,6 +159,10 @@ def test_what_structured_output_cannot_be_is_refused(model: ChatDLite) -> None:
         model.with_structured_output(None)
     with pytest.raises(ConfigError, match="temprature"):
         model.with_structured_output(Trip, temprature=1)
+    for name in ("tools", "tool_choice", "parallel_tool_calls", "response_format"):
+        option: dict[str, Any] = {name: None}
+        with pytest.raises(ConfigError, match=f"sets {name} itself"):
+            model.with_structured_output(Trip, method="json_schema", **option)
     for method in METHODS:
         with pytest.raises(ConfigError):
             model.with_structured_output({"nosuch": 1}, method=method)
@@ -253,8 +256,13 @@ def test_an_agent_ends_with_a_structured_response(model: ChatDLite, strategy: An
     assert isinstance(agent.invoke({"messages": [HumanMessage("where to?")]})["structured_response"], Trip)
 
 
+def hold_free_text(monkeypatch: pytest.MonkeyPatch, pattern: str) -> None:
+    """Have random weights write text of a pattern where tools are shown and may not be called."""
+    monkeypatch.setattr(GrammarFactory, "no_call", lambda self, **_: self.regex(pattern))
+
+
 def test_reasoning_is_a_block_of_its_own(thinker: ChatDLite, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dlite_agent.reply, "_PLAIN_TEXT", r"\n[a-c]{5}\n</think>\n\n[d-f]{4}")
+    hold_free_text(monkeypatch, r"\n[a-c]{5}\n</think>\n\n[d-f]{4}")
     bound = thinker.bind_tools([get_weather], tool_choice="none")
     message = bound.invoke("hello")
     thought = message.additional_kwargs["reasoning_content"]
@@ -275,7 +283,7 @@ def test_reasoning_is_a_block_of_its_own(thinker: ChatDLite, monkeypatch: pytest
 def test_what_was_thought_stays_in_the_prompt_token_for_token(
     model: ChatDLite, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dlite_agent.reply, "_PLAIN_TEXT", r"<think>\n[a-c]{5}\n</think>\n\n[d-f]{4}")
+    hold_free_text(monkeypatch, r"<think>\n[a-c]{5}\n</think>\n\n[d-f]{4}")
     bound = model.bind_tools([get_weather], tool_choice="none", session_id="thought")
     message = bound.invoke("hello")
     assert len(message.additional_kwargs["reasoning_content"]) == 5 and len(message.text) == 4

@@ -240,6 +240,31 @@ def test_in_thinking_everything_is_free_and_behind_it_calls_are_held(kit: Kit, d
 
 
 @every_dialect
+def test_where_no_call_may_be_made_all_is_free_but_its_beginning(kit: Kit, dialect: Dialect) -> None:
+    opener, closer = dialect.thinking
+    tag = dialect.call_open
+    free = f' \n{{"name": "get"}} [1] `x` <b> {tag[:-1]}! {tag[1:]}'
+    thought = f"{opener}maybe {tag}{closer}"
+    for is_thinking, text in ((False, free), (False, f"{thought}{free}"), (True, f"{tag}{closer}{free}")):
+        constraint = kit.factory.no_call(dialect=dialect, is_thinking=is_thinking)
+        kit.write(constraint, text)
+        before = kit.bits(constraint)
+        for token_id in range(kit.size):
+            may_follow = token_id in before
+            assert constraint.allows(token_id) == may_follow
+            assert may_follow == (tag not in (free + kit.texts[token_id].encode("latin-1").decode(errors="replace")))
+        for char in tag[:-1]:
+            kit.write(constraint, char)
+        for token_id in kit.encoder.encode(tag[-1]):
+            assert token_id not in kit.bits(constraint) or len(kit.encoder.encode(tag[-1])) > 1
+        constraint.rollback(sum(len(kit.encoder.encode(char)) for char in tag[:-1]))
+        assert kit.bits(constraint) == before
+        assert constraint.allows(kit.eos)
+        with pytest.raises(GrammarError, match="begins a tool call"):
+            kit.write(constraint, tag)
+
+
+@every_dialect
 def test_a_forced_call_closes_the_thinking_that_the_prompt_has_opened(kit: Kit, dialect: Dialect) -> None:
     constraint = kit.factory.tool_call(TOOLS, choice="get", dialect=dialect, is_thinking=True)
     text = kit.walk(constraint, 0, dialect)

@@ -136,3 +136,18 @@ def test_content_the_model_cannot_read_is_refused_and_named(kind: str) -> None:
 def test_a_message_that_is_no_part_of_a_conversation_is_refused() -> None:
     with pytest.raises(PromptError, match="no part of a conversation"):
         to_template_messages([RemoveMessage(id="x")])
+
+
+@pytest.mark.parametrize(("written_in", "is_kept"), [("hermes", True), ("llama3", False), (None, True)])
+def test_a_reply_in_another_dialect_is_rendered_from_its_fields(written_in: str | None, is_kept: bool) -> None:
+    record: dict[str, Any] = {"raw": RAW, "digest": message_digest("Let me see.", [CALL])}
+    record |= {} if written_in is None else {"dialect": written_in}
+    converted = convert_one(own_reply(response_metadata={"dlite": record}), dialect="hermes")
+    assert converted["content"] == (RAW if is_kept else "Let me see.")
+    assert ("tool_calls" in converted) == (not is_kept)
+
+
+@pytest.mark.parametrize("value", [{1, 2}, object(), b"x", "\ud800"])
+def test_arguments_that_are_no_json_are_refused(value: Any) -> None:
+    with pytest.raises(PromptError, match=r"message 0 \(ai\) calls 'get_weather' with arguments that are no JSON"):
+        convert_one(own_reply(tool_calls=[{**CALL, "args": {"city": value}}]))

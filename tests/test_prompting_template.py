@@ -152,3 +152,15 @@ def test_prompting_runs_without_torch() -> None:
         "assert 'hi' in text and 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], input=QWEN, text=True, check=True, timeout=120)
+
+
+def test_what_no_tokenizer_takes_is_refused() -> None:
+    with pytest.raises(PromptError, match="cannot be written"):
+        ChatTemplate(SMOLLM).render([{"role": "\ud800", "content": "x"}])
+
+
+@pytest.mark.parametrize("expression", ["1 // 0", "messages[9].content.x", "messages | first | int + []", "nothing()"])
+def test_a_template_that_fails_says_so(expression: str) -> None:
+    template = ChatTemplate("{{ " + expression + " }}{{ messages[0].content }}")
+    with pytest.raises(PromptError, match="refuses this conversation"):
+        template.render([{"role": "user", "content": "x"}])

@@ -34,7 +34,11 @@ _UNSPOKEN_BLOCKS = frozenset(
 
 
 def to_template_messages(
-    messages: Sequence[BaseMessage], *, result_hint: str | None = None, error_hint: str | None = None
+    messages: Sequence[BaseMessage],
+    *,
+    result_hint: str | None = None,
+    error_hint: str | None = None,
+    dialect: str | None = None,
 ) -> list[dict[str, Any]]:
     """Convert a conversation for `ChatTemplate.render`.
 
@@ -43,13 +47,14 @@ def to_template_messages(
         result_hint: A line to end every tool result with, for models that need a nudge to go on. It is always
             appended, never moved, so that prompts only grow.
         error_hint: The same for a result with status "error"; `result_hint` if None.
+        dialect: How calls are written. A reply that was generated in another dialect is rendered from its fields.
 
     Raises:
         UnsupportedContentError: A message holds images, audio or other content the target cannot read.
-        PromptError: A message is of a kind that is no part of a conversation.
+        PromptError: A message is of a kind that is no part of a conversation, or calls with arguments that are no JSON.
     """
     hints = {"success": result_hint, "error": error_hint or result_hint}
-    return [_convert(message, index, hints) for index, message in enumerate(messages)]
+    return [_convert(message, index, hints, dialect) for index, message in enumerate(messages)]
 
 
 def message_digest(content: str | Sequence[str | Mapping[str, Any]], tool_calls: Sequence[Mapping[str, Any]]) -> str:
@@ -62,14 +67,14 @@ def message_digest(content: str | Sequence[str | Mapping[str, Any]], tool_calls:
     """
     calls = [{"name": call["name"], "args": call["args"]} for call in tool_calls]
     seen = {"content": _text_of(content, where="the message", is_assistant=True), "tool_calls": calls}
-    canonical = json.dumps(seen, sort_keys=True, separators=(",", ":"))
+    canonical = json.dumps(seen, sort_keys=True, separators=(",", ":"), default=repr)
     return hashlib.blake2b(canonical.encode(), digest_size=16).hexdigest()
 
 
-def _convert(message: BaseMessage, index: int, hints: Mapping[str, str | None]) -> dict[str, Any]:
+def _convert(message: BaseMessage, index: int, hints: Mapping[str, str | None], dialect: str | None) -> dict[str, Any]:
     where = f"message {index} ({message.type})"
     if isinstance(message, AIMessage):
-        return _convert_assistant(message, where)
+        return _convert_assistant(message, where, dialect)
     text = _text_of(message.content, where=where)
     if isinstance(message, SystemMessage):
         return {"role": "system", "content": text}
@@ -83,12 +88,13 @@ def _convert(message: BaseMessage, index: int, hints: Mapping[str, str | None]) 
     raise PromptError(f"{where} is no part of a conversation; expected system, human, ai, tool or chat messages")
 
 
-def _convert_assistant(message: AIMessage, where: str) -> dict[str, Any]:
+def _convert_assistant(message: AIMessage, where: str, dialect: str | None) -> dict[str, Any]:
     text = _text_of(message.content, where=where, is_assistant=True)
     record = message.response_metadata.get(METADATA_KEY)
     if isinstance(record, Mapping) and isinstance(record.get("raw"), str):
         calls = [dict(call) for call in message.tool_calls]
-        if record.get("digest") == message_digest(text, calls):
+        is_ours = record.get("dialect", dialect) in (dialect, None)
+        if is_ours and record.get("digest") == message_digest(text, calls):
             return {"role": "assistant", "content": record["raw"]}
     converted: dict[str, Any] = {"role": "assistant", "content": text}
     if message.tool_calls:
@@ -96,11 +102,19 @@ def _convert_assistant(message: AIMessage, where: str) -> dict[str, Any]:
             {
                 "type": "function",
                 "id": call["id"] or "",
-                "function": {"name": call["name"], "arguments": dict(call["args"])},
+                "function": {"name": call["name"], "arguments": _json_arguments(call, where)},
             }
             for call in message.tool_calls
         ]
     return converted
+
+
+def _json_arguments(call: Mapping[str, Any], where: str) -> dict[str, Any]:
+    try:
+        json.dumps(call["args"], ensure_ascii=False).encode()
+    except (TypeError, ValueError) as error:
+        raise PromptError(f"{where} calls {call['name']!r} with arguments that are no JSON ({error})") from error
+    return dict(call["args"])
 
 
 def _convert_result(message: ToolMessage, text: str, hint: str | None) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from dlite_agent.errors import ConfigError, PromptError
+from dlite_agent.errors import ConfigError, DLiteError, PromptError
 from dlite_agent.prompting.dialects import Dialect, detect_dialect, named_dialect
 from dlite_agent.prompting.rewriting import (
     Message,
@@ -126,6 +126,21 @@ class ChatTemplate:
         """
         if not messages:
             raise PromptError("there are no messages to render; expected at least one")
+        try:
+            return self._render(messages, tools, add_generation_prompt=add_generation_prompt, reasoning=reasoning)
+        except DLiteError:
+            raise
+        except (TypeError, ValueError) as error:
+            raise PromptError(f"this conversation cannot be written: {error}; expected text and JSON") from error
+
+    def _render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        *,
+        add_generation_prompt: bool,
+        reasoning: bool | None,
+    ) -> str:
         abilities = self.abilities
         conversation: list[Message] = list(messages)
         if abilities.calls and not abilities.parallel:
@@ -262,7 +277,8 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **others,
             )
-        except (TemplateError, TypeError) as error:
+        except (TemplateError, TypeError, ArithmeticError, AttributeError, LookupError) as error:
             raise PromptError(f"the model's chat template refuses this conversation: {error}") from error
         text: str = rendered[0]
+        text.encode()
         return text
