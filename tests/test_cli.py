@@ -219,8 +219,8 @@ def test_a_thread_count_that_cannot_work_is_said(
 def test_a_message_that_cannot_be_answered_does_not_stay_in_the_thread(
     capsys: pytest.CaptureFixture[str], type_lines: Callable[..., None], tmp_path: Path
 ) -> None:
-    folder = write_tiny_chat_model(tmp_path / "model")
-    type_lines("x" * 9000, "hi")
+    folder = write_tiny_chat_model(tmp_path / "model", max_position_embeddings=16384)
+    type_lines("x" * 20000, "hi")
     arguments = ["run", "--model", str(folder), "--workspace", str(tmp_path), "--max-tokens", "5"]
     assert main(arguments) == 0
     out = capsys.readouterr().out

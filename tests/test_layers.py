@@ -17,9 +17,7 @@ FORBIDDEN = {
     "engine": ("langchain", "langgraph", "redis", "dlite_agent.sessions", "dlite_agent.prompting", "dlite_agent.agent"),
     "sessions": ("torch", "transformers", "dlite_agent.engine", "dlite_agent.drafters", "dlite_agent.prompting"),
     "tools": ("torch", "transformers", "dlite_agent.engine", "dlite_agent.sessions", "dlite_agent.prompting"),
-    "constraints.py": ("torch", "langchain", "langgraph", "redis", "dlite_agent.sessions"),
-    "held_text.py": ("torch", "langchain", "langgraph", "redis", "dlite_agent.sessions"),
-    "call_triggers.py": ("torch", "langchain", "langgraph", "redis", "dlite_agent.sessions"),
+    "constraints": ("torch", "langchain", "langgraph", "redis", "dlite_agent.sessions"),
     "commit_queue.py": ("dlite_agent", "torch", "langchain", "langgraph", "redis", "transformers"),
     "session_commands.py": (
         "torch",

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
+from dlite_agent.constraints.held_text import GrammarConstraint
+from dlite_agent.constraints.vocabulary import Vocabulary
 from dlite_agent.errors import GrammarError
-from dlite_agent.held_text import GrammarConstraint
 from dlite_agent.prompting.dialects import Dialect
 from dlite_agent.prompting.grammars import CallGrammars
 from dlite_agent.prompting.heads import Head, HeadState, answer_start, scan_head
-from dlite_agent.vocabulary import Vocabulary
 
 _MAX_HEAD = 512
 """A bare call that has not named its tool after so many bytes is none."""

@@ -15,16 +15,16 @@ from collections.abc import Collection, Mapping, Sequence
 from threading import Lock
 from typing import Any, NoReturn
 
-from dlite_agent.call_triggers import CallTrigger, NoCall
+from dlite_agent.constraints.call_triggers import CallTrigger, NoCall
+from dlite_agent.constraints.held_text import GrammarConstraint, TriggeredConstraint
+from dlite_agent.constraints.vocabulary import Vocabulary
 from dlite_agent.engine.constraint import TokenConstraint
 from dlite_agent.errors import GrammarError, UnsupportedSchemaError
-from dlite_agent.held_text import GrammarConstraint, TriggeredConstraint
 from dlite_agent.prompting.dialects import HERMES, Dialect
 from dlite_agent.prompting.grammars import CallGrammars
 from dlite_agent.prompting.rules import json_rule, schema_text
 from dlite_agent.prompting.schema_limits import refuse_unheld
 from dlite_agent.prompting.schemas import subschemas, tool_parameters
-from dlite_agent.vocabulary import Vocabulary
 
 _MAX_COMPILED = 64
 

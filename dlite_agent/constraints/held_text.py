@@ -6,9 +6,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from dlite_agent.constraints.vocabulary import Vocabulary
 from dlite_agent.engine.constraint import Bitmask
 from dlite_agent.errors import GrammarError
-from dlite_agent.vocabulary import Vocabulary
 
 
 class GrammarConstraint:
