@@ -21,6 +21,7 @@ from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable, RunnableConfig, ensure_config
 from pydantic import ConfigDict, Field
 
+from dlite_agent import lifetime
 from dlite_agent.call_options import (
     SETTINGS,
     GenerationSettings,
@@ -33,7 +34,7 @@ from dlite_agent.call_options import (
 from dlite_agent.capabilities import context_length, text_profile
 from dlite_agent.config import Settings
 from dlite_agent.errors import ConfigError
-from dlite_agent.jobs import Job
+from dlite_agent.jobs import CallerGone, Job
 from dlite_agent.reply import PROVIDER, Call, stream_reply
 from dlite_agent.sessions.keys import without_task_ids
 from dlite_agent.structured import Method, structured_output
@@ -278,24 +279,38 @@ class ChatDLite(BaseChatModel, GenerationSettings):
 
     def _chunks(self, call: Call) -> Iterator[ChatGenerationChunk]:
         events: queue.SimpleQueue[tuple[str, object]] = queue.SimpleQueue()
-        job = self._submit(self.runtime, call, lambda kind, value: events.put((kind, value)))
+        with lifetime.quiet_exit():
+            job = self._submit(self._loaded(), call, lambda kind, value: events.put((kind, value)))
         kind = "item"
         try:
             while kind == "item":
+                lifetime.check_fork()
                 kind, value = events.get()
                 job.taken()
                 if kind != "done":
                     yield _chunk(value)
         finally:
             job.cancel()
-            while kind == "item":  # the session is free once the job has ended
+            while kind == "item" and not lifetime.is_forked():  # the session is free once the job has ended
                 kind, _ = events.get()
 
     async def _deliver(self, call: Call) -> _Delivery:
-        runtime = await asyncio.get_running_loop().run_in_executor(None, lambda: self.runtime)
-        delivery = _Delivery()
-        delivery.job = self._submit(runtime, call, delivery.put)
-        return delivery
+        loop = asyncio.get_running_loop()
+        runtime = await loop.run_in_executor(None, self._loaded)
+        events: asyncio.Queue[tuple[str, object]] = asyncio.Queue()
+
+        def deliver(kind: str, value: object) -> None:
+            try:
+                loop.call_soon_threadsafe(events.put_nowait, (kind, value))
+            except RuntimeError as error:  # the loop is closed
+                raise CallerGone from error
+
+        with lifetime.quiet_exit():
+            return _Delivery(self._submit(runtime, call, deliver), events)
+
+    def _loaded(self) -> Runtime:
+        with lifetime.awaited_at_exit():  # loading imports torch
+            return self.runtime
 
     @property
     def runtime(self) -> Runtime:
@@ -313,7 +328,7 @@ class ChatDLite(BaseChatModel, GenerationSettings):
     @staticmethod
     def _submit(runtime: Runtime, call: Call, deliver: Callable[[str, object], None]) -> Job[ChatGenerationChunk]:
         job: Job[ChatGenerationChunk] = Job(
-            lambda job: stream_reply(runtime, call, job), deliver, max_pending=_MAX_PENDING
+            lambda job: stream_reply(runtime, call, job), deliver, max_pending=_MAX_PENDING, key=call.session_key
         )
         runtime.jobs.submit(job)
         return job
@@ -330,23 +345,19 @@ class ChatDLite(BaseChatModel, GenerationSettings):
 
 
 class _Delivery:
-    """Carries the chunks of a job to a task of the running loop; left early, it cancels the job and waits for its end.
+    """Carries the chunks of a job to a task of the running loop; left early, it cancels the job.
 
     It is no generator: a loop that ends closes all of these at once, and one that is being closed cannot be closed by
-    what iterates over it.
+    what iterates over it. Its job does not hold it, so a loop that ends without closing anything drops it.
     """
 
-    job: Job[ChatGenerationChunk]
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._events: asyncio.Queue[tuple[str, object]] = asyncio.Queue()
+    def __init__(self, job: Job[ChatGenerationChunk], events: asyncio.Queue[tuple[str, object]]) -> None:
+        self._job = job
+        self._events = events
         self._has_ended = False
 
-    def put(self, kind: str, value: object) -> None:
-        """Take what the job delivers, on its thread."""
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._events.put_nowait, (kind, value))
+    def __del__(self) -> None:
+        self._job.cancel()
 
     async def __aenter__(self) -> Self:
         return self
@@ -356,15 +367,20 @@ class _Delivery:
 
     async def __anext__(self) -> ChatGenerationChunk:
         kind, value = await self._events.get()
-        self.job.taken()
+        self._job.taken()
         self._has_ended = kind != "item"
         if kind == "done":
             raise StopAsyncIteration
         return _chunk(value)
 
-    async def __aexit__(self, *error: object) -> None:
-        self.job.cancel()
-        while not self._has_ended:  # the session is free once the job has ended
+    async def __aexit__(self, error: type[BaseException] | None, *rest: object) -> None:
+        """Cancel the job and wait for its end; its session is free then.
+
+        A stream that is closed does not wait: its loop closes it when it is dropped, and may end before the job does.
+        The session's next call waits instead.
+        """
+        self._job.cancel()
+        while not self._has_ended and error is not GeneratorExit:
             kind, _ = await self._events.get()
             self._has_ended = kind != "item"
 
@@ -411,6 +427,7 @@ def _open_store(spec: Any, settings: Settings) -> Any:
 def _chunk(value: object) -> ChatGenerationChunk:
     """Return a delivered chunk, or raise a delivered error."""
     if isinstance(value, BaseException):
-        raise value
+        with lifetime.quiet_exit():
+            raise value
     assert isinstance(value, ChatGenerationChunk)
     return value

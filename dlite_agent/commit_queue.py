@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import threading
 from collections import Counter, deque
 from collections.abc import Callable
@@ -42,6 +43,7 @@ class CommitQueue:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._is_closed = False
+        self._pid = os.getpid()
 
     def submit(self, sid: str, num_bytes: int, work: Callable[[], object]) -> None:
         """Have a commit run behind those before it; once the queue is closed, run it here and now.
@@ -79,7 +81,9 @@ class CommitQueue:
             return self._changed.wait_for(lambda: not any(self._waiting.values()), timeout)
 
     def close(self, *, timeout: float = _EXIT_S) -> None:
-        """Wait for all commits, at most `timeout` seconds, and take no more onto the thread."""
+        """Wait for all commits, at most `timeout` seconds, and take no more; a forked child has none."""
+        if os.getpid() != self._pid:
+            return
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

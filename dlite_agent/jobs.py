@@ -6,20 +6,23 @@ never reaches another's.
 
 from __future__ import annotations
 
-import atexit
 import logging
-import os
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Generic, TypeVar
 
+from dlite_agent import lifetime
 from dlite_agent.errors import DLiteError
 
 T = TypeVar("T")
-_EXIT_S = 60.0
 _POLL_S = 0.05
+_PATIENCE_S = 5.0
 
 logger = logging.getLogger(__name__)
+
+
+class CallerGone(Exception):
+    """Raised by `deliver`: nobody is there to take anything, and that is no fault."""
 
 
 class Job(Generic[T]):
@@ -34,6 +37,7 @@ class Job(Generic[T]):
         deliver: Callable[[str, object], None],
         *,
         max_pending: int | None = None,
+        key: str | None = None,
     ) -> None:
         """Prepare a job.
 
@@ -41,23 +45,26 @@ class Job(Generic[T]):
             items: Makes the iteration.
             deliver: Hands a value to the caller.
             max_pending: Items that may be delivered and not yet `taken`; then the iteration waits. None for any number.
+            key: What the iteration uses. It begins once the cancelled ones of the same key have ended, or soon if they
+                do not. None for nothing.
         """
+        self.key = key
         self._make = items
         self._deliver = deliver
         self._slots = None if max_pending is None else threading.Semaphore(max_pending)
         self._abort_error: BaseException | None = None
-        self._cancelled = threading.Event()
+        self._is_cancelled = False  # no event: `cancel` must not need a lock
         self._ended = threading.Event()
         self.thread: threading.Thread | None = None
 
     @property
     def is_cancelled(self) -> bool:
         """True once nobody waits for the result any more."""
-        return self._cancelled.is_set()
+        return self._is_cancelled
 
     def cancel(self) -> None:
-        """Ask the iteration to stop; it does so within one step."""
-        self._cancelled.set()
+        """Ask the iteration to stop; it does so within one step. Safe in a signal handler and a finalizer."""
+        self._is_cancelled = True
 
     def abort(self, error: BaseException) -> None:
         """Stop the iteration as `cancel` does, but as a failure."""
@@ -70,8 +77,8 @@ class Job(Generic[T]):
             self._slots.release()
 
     def join(self, timeout: float) -> None:
-        """Wait for the iteration to end, unless it is the caller."""
-        if self.thread is not threading.current_thread():
+        """Wait for the iteration to end, unless it is the caller or was left behind by a fork."""
+        if self.thread is not threading.current_thread() and not lifetime.is_forked():
             self._ended.wait(timeout)
 
     def run(self) -> None:
@@ -81,6 +88,7 @@ class Job(Generic[T]):
             if self._abort_error is not None:
                 raise self._abort_error
         except BaseException as error:
+            lifetime.release_frames(error)
             self._finish("failed", error)
         else:
             self._finish("done", None)
@@ -99,12 +107,14 @@ class Job(Generic[T]):
                     return
                 if self._wait_for_slot():
                     self._deliver("item", item)
+        except CallerGone:
+            self.cancel()
         finally:
             if isinstance(items, Generator):
                 items.close()
 
     def _wait_for_slot(self) -> bool:
-        """Wait until the caller has room for an item; False if it is gone. `cancel` must not need a lock, so: poll."""
+        """Wait until the caller has room for an item; False if it is gone. `cancel` wakes nobody, so: poll."""
         while self._slots is not None and not self._slots.acquire(timeout=_POLL_S):
             if self.is_cancelled:
                 return False
@@ -114,6 +124,8 @@ class Job(Generic[T]):
         """Tell the caller; one who cannot be told has gone."""
         try:
             self._deliver(kind, value)
+        except CallerGone:
+            pass
         except BaseException:
             logger.warning("a caller of the engine failed as it ended (%s)", kind, exc_info=True)
 
@@ -126,25 +138,25 @@ class JobRunner:
         self._jobs: set[Job[object]] = set()
         self._lock = threading.Lock()
         self._is_closed = False
-        self._pid = os.getpid()
         self._is_registered = False
 
     def submit(self, job: Job[T]) -> None:
         """Start a job.
 
         Raises:
-            DLiteError: If the runner was closed, or made in the process this one was forked from.
+            DLiteError: If the runner was closed, the interpreter exits, or this process was forked from one that ran
+                an engine.
         """
-        if os.getpid() != self._pid:
-            raise DLiteError("the engine does not survive a fork; create the model in the child process, or use spawn")
+        lifetime.check_life()
         with self._lock:
             if self._is_closed:
                 raise DLiteError("the engine is closed; create a new ChatDLite")
-            self._jobs.add(job)  # type: ignore[arg-type]
             if not self._is_registered:
+                lifetime.close_at_exit(self.close)
                 self._is_registered = True
-                atexit.register(self.close, timeout=_EXIT_S)  # a thread in torch at exit aborts the process
-        job.thread = threading.Thread(target=self._run, args=(job,), name=self._name, daemon=True)
+            earlier = [other for other in tuple(self._jobs) if other.is_cancelled and other.key == job.key is not None]
+            self._jobs.add(job)  # type: ignore[arg-type]
+        job.thread = threading.Thread(target=self._run, args=(job, earlier), name=self._name, daemon=True)
         job.thread.start()
 
     def cancel_all(self) -> None:
@@ -153,16 +165,20 @@ class JobRunner:
             job.cancel()
 
     def close(self, *, timeout: float = 5.0) -> None:
-        """Stop all jobs, as failures, and wait for them to end."""
+        """Stop all jobs, as failures, and wait for them to end; in a forked child there are none."""
+        if lifetime.is_forked():
+            return
         with self._lock:
             self._is_closed = True
         for job in tuple(self._jobs):
             job.abort(DLiteError("the engine was closed while it served this call"))
         for job in tuple(self._jobs):
             job.join(timeout)
-        atexit.unregister(self.close)
+        lifetime.forget(self.close)
 
-    def _run(self, job: Job[T]) -> None:
+    def _run(self, job: Job[T], earlier: Sequence[Job[object]]) -> None:
+        for other in earlier:
+            other.join(_PATIENCE_S)
         try:
             job.run()
         finally:

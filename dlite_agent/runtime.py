@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from langchain_core.messages import BaseMessage
 
+from dlite_agent import lifetime
 from dlite_agent.config import Settings
 from dlite_agent.constraints import GrammarFactory
 from dlite_agent.drafters.loading import layers_read, load_drafter
@@ -79,12 +80,14 @@ def shared_runtime(
     """Return the process's runtime of a model, drafter and store, loading it the first time.
 
     Raises:
-        DLiteError: If the model or the drafter cannot be found or used; nothing is kept then.
+        DLiteError: If the model or the drafter cannot be found or used; nothing is kept then. Also if the interpreter
+            exits, or this process was forked from one that loaded a model.
     """
     chosen = _usual_quantization(model, settings) if quantize == "auto" else quantize
     weights = (model, chosen, settings)
     key = (weights, drafter, store)
-    with _loading:
+    with lifetime.awaited_at_exit(), _loading:
+        lifetime.check_life()
         if key not in _loaded:
             sharing = next((r for (w, _, _), r in _loaded.items() if w == weights), None)
             if sharing is not None and layers_read(drafter, sharing.target) in ((), sharing.target.layer_ids):
@@ -105,7 +108,9 @@ def _usual_quantization(model: str, settings: Settings) -> Quantization | None:
 
 
 def close_all() -> None:
-    """Stop every engine of the process, store what waits to be stored, and forget the weights."""
+    """Stop every engine of the process, store what waits, and forget the weights; not in a forked child."""
+    if lifetime.is_forked():
+        return
     with _loading:
         for runtime in _loaded.values():
             runtime.scheduler.close()
@@ -127,6 +132,7 @@ def _load(
     torch.set_num_threads(settings.threads)
     with progress_bars() as progress:
         folder = resolve(model, settings=settings, progress=progress)
+    lifetime.check_life()  # a download may have taken long
     tokenizer = _load_tokenizer(folder)
     calibration = settings.home / "calibration"
     target = Target.load(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -164,20 +166,159 @@ async def main():
 stream = asyncio.run(main())
 sys.exit(3)
 """,
+    "a task that left a stream early": """
+async def main():
+    async for chunk in model.astream("hello"):
+        return
+for _ in range(3):
+    asyncio.run(main())
+sys.exit(3)
+""",
+    "a daemon thread that streams": """
+begun = threading.Event()
+def run():
+    for chunk in model.stream("hello"):
+        begun.set()
+threading.Thread(target=run, daemon=True).start()
+begun.wait()
+sys.exit(3)
+""",
+    "a daemon thread with a loop of its own": """
+begun = threading.Event()
+async def main():
+    async for chunk in model.astream("hello"):
+        begun.set()
+threading.Thread(target=asyncio.run, args=(main(),), daemon=True).start()
+begun.wait()
+sys.exit(3)
+""",
+    "a daemon thread that calls again and again": """
+begun = threading.Event()
+def run():
+    while True:
+        try:
+            model.invoke("hello", max_tokens=1)
+        except Exception as error:
+            print(error, file=sys.stderr)
+        begun.set()
+threading.Thread(target=run, daemon=True).start()
+begun.wait()
+sys.exit(3)
+""",
+}
+
+_LOADING = """
+import sys, threading, time
+from dlite_agent import ChatDLite, runtime
+model = ChatDLite(model=sys.argv[1])
+threading.Thread(target=model.warm_up, daemon=True).start()
+while not runtime._loading.locked():
+    time.sleep(0.001)
+time.sleep(float(sys.argv[2]))
+sys.exit(3)
+"""
+
+_FORK = """
+import os, sys
+from dlite_agent import ChatDLite
+from dlite_agent.errors import DLiteError
+
+def check_refused(call):
+    try:
+        call()
+    except DLiteError as error:
+        assert "spawn" in str(error), error
+    else:
+        raise AssertionError("it was not refused")
+
+model = ChatDLite(model=sys.argv[1], max_tokens=3000)
+"""
+
+_FORKED = {
+    "a parent that loaded nothing": """
+if os.fork():
+    sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
+assert model.invoke("hello", max_tokens=2).usage_metadata["output_tokens"] == 2
+sys.exit(3)
+""",
+    "a parent that loaded": """
+model.warm_up()
+if os.fork():
+    sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
+check_refused(lambda: model.invoke("hello"))
+check_refused(lambda: ChatDLite(model=sys.argv[1]).invoke("hello"))
+check_refused(lambda: ChatDLite(model=sys.argv[1]).warm_up())
+sys.exit(3)
+""",
+    "an open stream": """
+stream, closed = model.stream("hello"), model.stream("hello")
+next(stream), next(closed)
+if os.fork():
+    sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
+check_refused(lambda: next(stream))
+closed.close()
+sys.exit(3)
+""",
+    "an open stream that is left to the exit": """
+stream = model.stream("hello")
+next(stream)
+if os.fork():
+    sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
+sys.exit(3)
+""",
+    "closing everything": """
+from dlite_agent.runtime import close_all
+stream = model.stream("hello")
+next(stream)
+if os.fork():
+    sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
+close_all()
+sys.exit(3)
+""",
 }
 
 
 @pytest.mark.parametrize("leaving", _LEAVING.values(), ids=_LEAVING)
 def test_leaving_while_something_decodes_is_clean(model: ChatDLite, leaving: str) -> None:
     code = f"""
-import asyncio, sys
+import asyncio, sys, threading
 from dlite_agent import ChatDLite
 model = ChatDLite(model=sys.argv[1], max_tokens={LONG}, drafter="null")
 {leaving}
 """
-    command = [sys.executable, "-c", code, model.model]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert (done.returncode, done.stderr) == (3, "")
+    assert outcome(code, model.model) == (3, "")
+
+
+def outcome(code: str, *args: str, env: dict[str, str] | None = None) -> tuple[int, str]:
+    """Run a program; return its exit code and what it printed to stderr. It has long to end, but not a minute."""
+    command = [sys.executable, "-c", code, *args]
+    settings = os.environ | {"DLITE_THREADS": "1", "DLITE_OFFLINE": "1"} | (env or {})
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False, env=settings)
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("delay", ["0.1", "0.3", "0.6"])
+def test_leaving_while_a_daemon_thread_loads_the_model_is_clean(model: ChatDLite, delay: str, tmp_path: Path) -> None:
+    assert outcome(_LOADING, model.model, delay, env={"DLITE_HOME": str(tmp_path)}) == (3, "")
+
+
+@pytest.mark.parametrize("child", _FORKED.values(), ids=_FORKED)
+def test_a_forked_child_computes_or_is_told_and_ends(model: ChatDLite, child: str) -> None:
+    assert outcome(_FORK + child, model.model) == (3, "")
+
+
+def test_a_stream_left_early_is_decoded_no_further_and_its_session_is_reused(
+    model: ChatDLite, passes: list[int]
+) -> None:
+    async def first_only() -> None:
+        async for _ in model.astream("hello", max_tokens=LONG, session_id="left"):
+            return
+
+    asyncio.run(first_only())
+    reply = model.invoke("hello", max_tokens=1, session_id="left")
+    assert reply.response_metadata["dlite"]["stats"]["reused_ram"] > 0
+    check_nothing_goes_on(model, passes)
+    assert len(passes) < LONG / 2
 
 
 def test_the_heartbeat_counts_every_tick_and_token(model: ChatDLite) -> None:

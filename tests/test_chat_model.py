@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -265,16 +264,6 @@ def test_a_call_s_none_means_the_model_s_own_setting(model: ChatDLite) -> None:
 
 def test_tokens_are_counted_with_the_target_s_own_tokenizer(model: ChatDLite) -> None:
     assert model.get_num_tokens("hällo") == 6  # one token per byte
-
-
-def test_a_forked_child_is_told_instead_of_hanging(model: ChatDLite) -> None:
-    scheduler = model.runtime.scheduler
-    before, scheduler._pid = scheduler._pid, os.getpid() + 1
-    try:
-        with pytest.raises(DLiteError, match="fork"):
-            model.invoke("hello")
-    finally:
-        scheduler._pid = before
 
 
 _OPEN_STREAM = """

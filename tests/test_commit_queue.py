@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from functools import partial
 
@@ -115,3 +117,24 @@ def test_nothing_is_kept_of_sessions_that_do_not_come_back() -> None:
     assert queue.drain()
     assert not queue._waiting
     queue.close()
+
+
+_FORK = """
+import os, sys, threading
+from dlite_agent.commit_queue import CommitQueue
+
+go_on = threading.Event()
+queue = CommitQueue()
+queue.submit("a", 1, go_on.wait)
+if os.fork():
+    child = os.waitstatus_to_exitcode(os.wait()[1])
+    go_on.set()
+    sys.exit(child)
+sys.exit(3)
+"""
+
+
+def test_a_forked_child_does_not_wait_for_its_parent_s_commits() -> None:
+    command = [sys.executable, "-c", _FORK]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    assert (done.returncode, done.stderr) == (3, "")

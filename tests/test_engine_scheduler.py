@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 import weakref
 from collections import Counter
@@ -379,12 +381,44 @@ def test_closing_the_engine_is_an_error_for_those_it_serves(llama: Target, make:
     scheduler.close()
 
 
-def test_a_forked_child_is_told_instead_of_hanging(llama: Target, make: Callable[..., Scheduler]) -> None:
-    scheduler = make(llama)
-    before, scheduler._pid = scheduler._pid, scheduler._pid + 1
-    with pytest.raises(DLiteError, match="fork"):
-        next(scheduler.decode(new_state(llama), NullDrafter(), Request(prompt_of(5))))
-    scheduler._pid = before
+_FORK = """
+import os, sys
+from dlite_agent.drafters.null import NullDrafter
+from dlite_agent.engine.request import Request
+from dlite_agent.engine.scheduler import Scheduler
+from dlite_agent.engine.state import TargetState
+from dlite_agent.errors import DLiteError
+from dlite_agent.testing import tiny_target
+
+target = tiny_target("llama")
+scheduler = Scheduler(target)
+def begin():
+    steps = scheduler.decode(TargetState(target.new_cache()), NullDrafter(), Request([1, 2, 3], max_new_tokens=500))
+    next(steps)
+    return steps
+def check_refused(call):
+    try:
+        call()
+    except DLiteError as error:
+        assert "spawn" in str(error), error
+    else:
+        raise AssertionError("it was not refused")
+
+steps, closed = begin(), begin()
+if os.fork():
+    sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
+check_refused(lambda: next(steps))
+check_refused(begin)
+closed.close()
+scheduler.close(timeout=1000)
+sys.exit(3)
+"""
+
+
+def test_a_forked_child_is_told_and_waits_for_nothing() -> None:
+    command = [sys.executable, "-c", _FORK]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    assert (done.returncode, done.stderr) == (3, "")
 
 
 def test_adaptive_lengths_change_no_token_of_texts_decoded_together(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from dlite_agent.errors import DLiteError
-from dlite_agent.jobs import Job, JobRunner
+from dlite_agent.jobs import CallerGone, Job, JobRunner
 
 PATIENCE = 30.0
 
@@ -234,11 +236,91 @@ def test_a_job_may_close_the_runner_it_runs_on() -> None:
     assert caller.ending[0] == "failed"
 
 
-def test_a_forked_child_is_told_instead_of_hanging(runner: JobRunner) -> None:
-    before, runner._pid = runner._pid, runner._pid + 1
-    with pytest.raises(DLiteError, match="fork"):
-        runner.submit(Caller(counting(1)).job)
-    runner._pid = before
+_FORK = """
+import os, sys, threading
+from dlite_agent.errors import DLiteError
+from dlite_agent.jobs import Job, JobRunner
+
+begun = threading.Event()
+def endless(job):
+    while True:
+        begun.set()
+        yield 0
+def submit():
+    job = Job(endless, lambda kind, value: None, max_pending=1)
+    runner.submit(job)
+    return job
+
+runner = JobRunner()
+job = submit()
+begun.wait()
+if os.fork():
+    sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
+try:
+    submit()
+except DLiteError as error:
+    assert "spawn" in str(error)
+    job.cancel()
+    job.join(1000)
+    runner.close(timeout=1000)
+    sys.exit(3)
+"""
+
+
+def test_a_forked_child_is_told_and_waits_for_nothing() -> None:
+    command = [sys.executable, "-c", _FORK]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    assert (done.returncode, done.stderr) == (3, "")
+
+
+def test_a_caller_that_says_it_has_gone_is_no_failure(runner: JobRunner, caplog: pytest.LogCaptureFixture) -> None:
+    closed = threading.Event()
+
+    def items(job: Job[int]) -> Iterator[int]:
+        try:
+            while True:
+                yield 0
+        finally:
+            closed.set()
+
+    def deliver(kind: str, value: object) -> None:
+        raise CallerGone
+
+    job = Job(items, deliver)
+    runner.submit(job)
+    job.join(PATIENCE)
+    assert job.is_cancelled
+    assert closed.is_set()
+    assert caplog.records == []
+
+
+def test_a_job_begins_once_the_cancelled_ones_of_its_key_have_ended(runner: JobRunner) -> None:
+    gate, begun = threading.Event(), threading.Event()
+    order = list[str]()
+
+    def leaving(job: Job[int]) -> Iterator[int]:
+        begun.set()
+        assert gate.wait(PATIENCE)
+        order.append("cancelled")
+        yield 0
+
+    def following(job: Job[int]) -> Iterator[int]:
+        order.append("next")
+        yield 0
+
+    def nothing(kind: str, value: object) -> None:
+        pass
+
+    first, second, other = (Job(leaving, nothing, key="a"), Job(following, nothing, key="a"), Caller(counting(1)))
+    runner.submit(first)
+    assert begun.wait(PATIENCE)
+    first.cancel()
+    runner.submit(second)
+    runner.submit(other.job)
+    assert other.wait() == [0]
+    gate.set()
+    second.join(PATIENCE)
+    assert order == ["cancelled", "next"]
 
 
 def test_callers_on_many_threads_get_their_own_items(runner: JobRunner) -> None:

@@ -18,6 +18,7 @@ FORBIDDEN = {
     "sessions": ("torch", "transformers", "dlite_agent.engine", "dlite_agent.drafters", "dlite_agent.prompting"),
     "tools": ("torch", "transformers", "dlite_agent.engine", "dlite_agent.sessions", "dlite_agent.prompting"),
     "constraints": ("torch", "langchain", "langgraph", "redis", "dlite_agent.sessions"),
+    "lifetime.py": ("torch", "langchain", "langgraph", "redis", "transformers", "dlite_agent.engine"),
     "commit_queue.py": ("dlite_agent", "torch", "langchain", "langgraph", "redis", "transformers"),
     "session_commands.py": (
         "torch",

@@ -13,14 +13,13 @@ again. What goes wrong with one text is raised in its caller alone.
 
 from __future__ import annotations
 
-import atexit
-import os
 import queue
 import threading
 from collections.abc import Generator
 from dataclasses import dataclass
 from itertools import count, islice
 
+from dlite_agent import lifetime
 from dlite_agent.drafters.protocol import Drafter
 from dlite_agent.engine.decode import Decoding, run_pass
 from dlite_agent.engine.draft_length import FixedLength, Planner
@@ -29,7 +28,6 @@ from dlite_agent.engine.state import TargetState
 from dlite_agent.engine.target import Target
 from dlite_agent.errors import ConfigError, DLiteError, EngineBusyError
 
-_EXIT_S = 60.0
 _LOOKAHEAD = 2
 
 
@@ -100,7 +98,6 @@ class Scheduler:
         self._chunks = count(1)
         self._thread: threading.Thread | None = None
         self._is_closed = False
-        self._pid = os.getpid()
 
     def decode(self, state: TargetState, drafter: Drafter, request: Request) -> Generator[Step]:
         """Decode one request together with those of other callers; see `decode.decode`.
@@ -110,39 +107,43 @@ class Scheduler:
         Raises:
             ContextLengthError: If the prompt leaves no room for a token; nothing was computed.
             EngineBusyError: If too many texts wait already.
-            DLiteError: If the scheduler was closed, or made in the process this one was forked from.
+            DLiteError: If the scheduler was closed, the interpreter exits, or this process was forked from one that
+                ran an engine.
         """
+        lifetime.check_life()
         text = self._admit(state, drafter, request)
         try:
             while (step := text.steps.get()) is not None:
                 self._wake()
                 yield step
+                lifetime.check_fork()
             if text.decoding.error is not None:
                 raise text.decoding.error
         finally:
             text.is_withdrawn = True
-            self._wake()
-            text.has_left.wait()
+            if not lifetime.is_forked():
+                self._wake()
+                text.has_left.wait()
 
     def close(self, *, timeout: float = 5.0) -> None:
-        """End every text within one pass, with an error for its caller, and wait for the thread to end."""
+        """End every text within one pass, with an error for its caller, and wait for it; a forked child has none."""
+        if lifetime.is_forked():
+            return
         with self._condition:
             self._is_closed = True
             self._condition.notify_all()
             thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout)
-        atexit.unregister(self.close)  # it would keep the weights alive
+        lifetime.forget(self.close)  # it would keep the weights alive
 
     def _check_open(self) -> None:
-        if os.getpid() != self._pid:
-            raise DLiteError("the engine does not survive a fork; create the model in the child process, or use spawn")
         if self._is_closed:
             raise DLiteError("the engine is closed; create a new ChatDLite")
         if self._thread is None:
+            lifetime.close_at_exit(self.close)
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
-            atexit.register(self.close, timeout=_EXIT_S)  # a thread in torch at exit aborts the process
 
     def _admit(self, state: TargetState, drafter: Drafter, request: Request) -> _Text:
         with self._condition:
