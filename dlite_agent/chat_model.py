@@ -6,11 +6,9 @@ asynchronous twins only carry its chunks to the caller. The passes of all calls 
 
 from __future__ import annotations
 
-import asyncio
-import queue
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LanguageModelInput
@@ -33,9 +31,9 @@ from dlite_agent.call_options import (
 )
 from dlite_agent.capabilities import context_length, text_profile
 from dlite_agent.config import Settings
+from dlite_agent.delivery import chunks_of, deliver
 from dlite_agent.errors import ConfigError
-from dlite_agent.jobs import CallerGone, Job
-from dlite_agent.reply import PROVIDER, Call, stream_reply
+from dlite_agent.reply import PROVIDER, Call
 from dlite_agent.sessions.keys import without_task_ids
 from dlite_agent.structured import Method, structured_output
 from dlite_agent.tool_schemas import Tool, format_tools
@@ -46,7 +44,6 @@ if TYPE_CHECKING:
 
     from dlite_agent.runtime import Runtime
 
-_MAX_PENDING = 8  # chunks that a caller may be behind
 _CHANGES_NO_TEXT = ("max_draft",)
 
 
@@ -241,7 +238,7 @@ class ChatDLite(BaseChatModel, GenerationSettings):
         **kwargs: Any,
     ) -> ChatResult:
         calls = self._calls(messages, stop, kwargs)
-        return _result(generate_from_stream(self._chunks(call)) for call in reversed(calls))
+        return _result(generate_from_stream(chunks_of(self._loaded, call)) for call in reversed(calls))
 
     async def _agenerate(
         self,
@@ -253,7 +250,7 @@ class ChatDLite(BaseChatModel, GenerationSettings):
         calls = self._calls(messages, stop, kwargs)
         replies = []
         for call in reversed(calls):
-            async with await self._deliver(call) as chunks:
+            async with await deliver(self._loaded, call) as chunks:
                 replies.append([chunk async for chunk in chunks])
         return _result(generate_from_stream(iter(chunks)) for chunks in replies)
 
@@ -264,7 +261,7 @@ class ChatDLite(BaseChatModel, GenerationSettings):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        yield from self._chunks(self._only_call(messages, stop, kwargs))
+        yield from chunks_of(self._loaded, self._only_call(messages, stop, kwargs))
 
     async def _astream(
         self,
@@ -273,40 +270,9 @@ class ChatDLite(BaseChatModel, GenerationSettings):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        async with await self._deliver(self._only_call(messages, stop, kwargs)) as chunks:
+        async with await deliver(self._loaded, self._only_call(messages, stop, kwargs)) as chunks:
             async for chunk in chunks:
                 yield chunk
-
-    def _chunks(self, call: Call) -> Iterator[ChatGenerationChunk]:
-        events: queue.SimpleQueue[tuple[str, object]] = queue.SimpleQueue()
-        with lifetime.quiet_exit():
-            job = self._submit(self._loaded(), call, lambda kind, value: events.put((kind, value)))
-        kind = "item"
-        try:
-            while kind == "item":
-                lifetime.check_fork()
-                kind, value = events.get()
-                job.taken()
-                if kind != "done":
-                    yield _chunk(value)
-        finally:
-            job.cancel()
-            while kind == "item" and not lifetime.is_forked():  # the session is free once the job has ended
-                kind, _ = events.get()
-
-    async def _deliver(self, call: Call) -> _Delivery:
-        loop = asyncio.get_running_loop()
-        runtime = await loop.run_in_executor(None, self._loaded)
-        events: asyncio.Queue[tuple[str, object]] = asyncio.Queue()
-
-        def deliver(kind: str, value: object) -> None:
-            try:
-                loop.call_soon_threadsafe(events.put_nowait, (kind, value))
-            except RuntimeError as error:  # the loop is closed
-                raise CallerGone from error
-
-        with lifetime.quiet_exit():
-            return _Delivery(self._submit(runtime, call, deliver), events)
 
     def _loaded(self) -> Runtime:
         with lifetime.awaited_at_exit():  # loading imports torch
@@ -325,14 +291,6 @@ class ChatDLite(BaseChatModel, GenerationSettings):
             self.profile.setdefault("max_input_tokens", loaded.target.max_positions - 1)
         return loaded if self.dialect == "auto" else replace(loaded, template=loaded.template.speaking(self.dialect))
 
-    @staticmethod
-    def _submit(runtime: Runtime, call: Call, deliver: Callable[[str, object], None]) -> Job[ChatGenerationChunk]:
-        job: Job[ChatGenerationChunk] = Job(
-            lambda job: stream_reply(runtime, call, job), deliver, max_pending=_MAX_PENDING, key=call.session_key
-        )
-        runtime.jobs.submit(job)
-        return job
-
     def _calls(self, messages: list[BaseMessage], stop: Any, kwargs: dict[str, Any]) -> list[Call]:
         """Collect what one call asks for, once for each of its replies."""
         session = _identified(None, kwargs)["session"]
@@ -342,47 +300,6 @@ class ChatDLite(BaseChatModel, GenerationSettings):
     def _only_call(self, messages: list[BaseMessage], stop: Any, kwargs: dict[str, Any]) -> Call:
         refuse_several(self, kwargs)
         return self._calls(messages, stop, kwargs)[0]
-
-
-class _Delivery:
-    """Carries the chunks of a job to a task of the running loop; left early, it cancels the job.
-
-    It is no generator: a loop that ends closes all of these at once, and one that is being closed cannot be closed by
-    what iterates over it. Its job does not hold it, so a loop that ends without closing anything drops it.
-    """
-
-    def __init__(self, job: Job[ChatGenerationChunk], events: asyncio.Queue[tuple[str, object]]) -> None:
-        self._job = job
-        self._events = events
-        self._has_ended = False
-
-    def __del__(self) -> None:
-        self._job.cancel()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> ChatGenerationChunk:
-        kind, value = await self._events.get()
-        self._job.taken()
-        self._has_ended = kind != "item"
-        if kind == "done":
-            raise StopAsyncIteration
-        return _chunk(value)
-
-    async def __aexit__(self, error: type[BaseException] | None, *rest: object) -> None:
-        """Cancel the job and wait for its end; its session is free then.
-
-        A stream that is closed does not wait: its loop closes it when it is dropped, and may end before the job does.
-        The session's next call waits instead.
-        """
-        self._job.cancel()
-        while not self._has_ended and error is not GeneratorExit:
-            kind, _ = await self._events.get()
-            self._has_ended = kind != "item"
 
 
 def _result(replies: Iterable[ChatResult]) -> ChatResult:
@@ -422,12 +339,3 @@ def _open_store(spec: Any, settings: Settings) -> Any:
     if not isinstance(spec, str):
         raise ConfigError(f"session_store is a {type(spec).__name__}; expected None, 'auto', a URL or a SessionStore")
     return open_store(spec, settings)
-
-
-def _chunk(value: object) -> ChatGenerationChunk:
-    """Return a delivered chunk, or raise a delivered error."""
-    if isinstance(value, BaseException):
-        with lifetime.quiet_exit():
-            raise value
-    assert isinstance(value, ChatGenerationChunk)
-    return value
