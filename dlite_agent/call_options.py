@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from dlite_agent.errors import ConfigError
 from dlite_agent.structured import response_schema
-from dlite_agent.tool_schemas import format_tools
+from dlite_agent.tool_schemas import format_tools, tool_names
 
 
 class GenerationSettings(BaseModel):
@@ -173,14 +173,14 @@ def resolve_options(own: GenerationSettings, options: Mapping[str, Any], *, stop
         session: What it belongs to.
 
     Raises:
-        ConfigError: As `check_options`; or `tool_choice` names no tool.
+        ConfigError: As `check_options`; or `tool_choice` names no tool, or two tools have the same name.
     """
     tools = tuple(format_tools(options.get("tools") or ()))
     parallel = options.get("parallel_tool_calls")
     return CallOptions(
         settings=check_options(own, options),
         tools=tools,
-        tool_choice=choose_tool(options.get("tool_choice"), [tool["function"]["name"] for tool in tools]),
+        tool_choice=choose_tool(options.get("tool_choice"), tool_names(tools)),
         is_parallel=parallel is not False,
         schema=response_schema(options.get("response_format")),
         stops=_stops(stop),

@@ -29,20 +29,23 @@ def format_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
             title.
 
     Raises:
-        ConfigError: Something is no tool, takes no object, or cannot be written as JSON; two tools have the same name;
-            or a name is one that `tool_choice` gives a meaning.
+        ConfigError: Something is no tool, takes no object, cannot be written as JSON, or has a name that `tool_choice`
+            gives a meaning.
     """
-    formatted: list[dict[str, Any]] = []
-    names: set[str] = set()
-    for index, tool in enumerate(tools):
-        formatted.append(_format(index, tool))
-        name = formatted[-1]["function"]["name"]
-        if name in names:
+    return [_format(index, tool) for index, tool in enumerate(tools)]
+
+
+def tool_names(tools: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the names of the tools of one call.
+
+    Raises:
+        ConfigError: Two have the same.
+    """
+    names: list[str] = [tool["function"]["name"] for tool in tools]
+    for name in names:
+        if names.count(name) > 1:
             raise ConfigError(f"two tools are named {name!r}; give each a name of its own")
-        if name in _CHOICES:
-            raise ConfigError(f"tool {index} is named {name!r}, which is a tool_choice; rename it")
-        names.add(name)
-    return formatted
+    return names
 
 
 def _format(index: int, tool: Tool) -> dict[str, Any]:
@@ -57,6 +60,8 @@ def _format(index: int, tool: Tool) -> dict[str, Any]:
         raise ConfigError(f"tool {index} is {tool!r}, which is none ({error})") from error
     if not isinstance(function.get("name"), str) or not function["name"]:
         raise ConfigError(f"tool {index} is {tool!r}; expected a function with a name")
+    if function["name"] in _CHOICES:
+        raise ConfigError(f"tool {index} is named {function['name']!r}, which is a tool_choice; rename it")
     kind = (formatted["function"].get("parameters") or {}).get("type", "object")
     if kind != "object":
         raise ConfigError(

@@ -316,7 +316,7 @@ UNSUPPORTED: list[tuple[Dialect, str, dict[str, Any], str]] = [
     (
         FUNCTIONGEMMA,
         "t",
-        {"properties": {"a": {"$ref": "#/$defs/n"}}, "$defs": {"n": {"anyOf": [{"$ref": "#/$defs/n"}]}}},
+        {"properties": {"a": {"$ref": "#/$defs/n"}}, "$defs": {"n": {"anyOf": [{"$ref": "#/$defs/n"}, {}]}}},
         "nested",
     ),
     (MISTRAL_ARGS, "a tool", {}, "without quotes"),

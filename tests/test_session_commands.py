@@ -194,7 +194,7 @@ def test_a_conversation_held_on_the_command_line_is_found_by_its_thread(
     tmp_path: Path,
     command_home: None,
 ) -> None:
-    folder = write_tiny_chat_model(tmp_path / "model")
+    folder = write_tiny_chat_model(tmp_path / "model", max_position_embeddings=16384)
     type_lines("hi", "more")
     arguments = ["--model", str(folder), "--workspace", str(tmp_path), "--max-tokens", "5", "--thread", "my thread*"]
     assert main(["run", *arguments]) == 0

@@ -92,17 +92,14 @@ def test_a_definition_that_contains_itself_stays_in_the_tool(model: ChatDLite, g
         Draft202012Validator(parameters).validate(call["args"])
 
 
-def test_other_tools_are_as_langchain_makes_them() -> None:
-    for given in (Pair, tool(climb), {"title": "t", "description": "d", **OBJECT}):
-        if given is not tool(climb):
-            assert format_tools([Pair]) == [convert_to_openai_tool(Pair)]
-    assert format_tools([{"title": "t", "description": "d", **OBJECT}])[0]["function"]["parameters"] == OBJECT
+@pytest.mark.parametrize("given", [Pair, {"title": "t", "description": "d", **OBJECT}])
+def test_other_tools_are_as_langchain_makes_them(given: Any) -> None:
+    assert format_tools([given]) == [convert_to_openai_tool(given)]
 
 
 @pytest.mark.parametrize(
     ("tools", "problem"),
     [
-        ([Pair, Pair], "two tools are named 'Pair'"),
         ([{"title": "any", "description": "d", **OBJECT}], "rename it"),
         ([{"name": "required", "description": "d", "parameters": OBJECT}], "rename it"),
         ([Numbers], "have type 'array'"),
@@ -114,6 +111,12 @@ def test_other_tools_are_as_langchain_makes_them() -> None:
 def test_tools_that_cannot_be_are_refused_when_they_are_bound(model: ChatDLite, tools: Any, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         model.bind_tools(tools)
+
+
+@pytest.mark.parametrize("choice", ["auto", "none", "any", "Pair"])
+def test_two_tools_of_one_name_are_refused_when_they_are_called(model: ChatDLite, choice: str) -> None:
+    with pytest.raises(ConfigError, match="two tools are named 'Pair'"):
+        model.bind_tools([Pair, Pair], tool_choice=choice).invoke("go")
 
 
 def nested(depth: int) -> dict[str, Any]:
