@@ -39,11 +39,11 @@ def main(model: str = "qwen2.5-coder-1.5b") -> None:
     with subprocess.Popen([*command, "0"], stdout=subprocess.PIPE, text=True) as victim:
         assert victim.stdout is not None
         for line in victim.stdout:
-            print("first process:", line.rstrip())
+            print("first process:", line.rstrip(), flush=True)
             if line.startswith("turn done"):
                 break
         victim.kill()  # SIGKILL: nothing is tidied up
-    print(f"--- killed, exit code {victim.returncode}; a second process takes the thread up")
+    print(f"--- killed, exit code {victim.returncode}; a second process takes the thread up", flush=True)
     subprocess.run([*command, "1"], check=True)
     server.close()
 
