@@ -9,6 +9,7 @@ import atexit
 import logging
 import os
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable
 from typing import NamedTuple
@@ -81,14 +82,21 @@ class CommitQueue:
             return self._changed.wait_for(lambda: not any(self._waiting.values()), timeout)
 
     def close(self, *, timeout: float = _EXIT_S) -> None:
-        """Wait for all commits, at most `timeout` seconds, and take no more; a forked child has none."""
+        """Wait for all commits and for their thread, at most `timeout` seconds, and take no more.
+
+        A thread that is still freeing tensors when the interpreter goes would abort the process. A forked child has
+        neither commits nor a thread.
+        """
         if os.getpid() != self._pid:
             return
+        deadline = time.monotonic() + timeout
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
         if not self.drain(timeout=timeout):
             logger.warning("%d commits were not stored in %.0f s; those turns are lost", len(self._items), timeout)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(max(0.0, deadline - time.monotonic()))
         atexit.unregister(self.close)
 
     def _start(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 from functools import partial
 
 import pytest
@@ -99,6 +100,22 @@ def test_closing_runs_what_waits_and_later_commits_run_at_once() -> None:
     assert [number for number, _ in ran] == list(range(10))
     queue.submit("a", 1, partial(note, ran, 10))
     assert ran[-1] == (10, threading.get_ident())
+
+
+def test_a_closed_queue_holds_nothing_and_has_no_thread() -> None:
+    class Rows:
+        def __init__(self) -> None:
+            self.freed = freed
+
+        def __del__(self) -> None:
+            time.sleep(0.2)
+            self.freed.append(True)
+
+    freed: list[bool] = []
+    queue = CommitQueue()
+    queue.submit("a", 1, partial(lambda rows: None, Rows()))
+    queue.close()
+    assert freed == [True]  # an exit may not come between: freeing tensors runs torch
 
 
 def test_a_close_that_cannot_wait_says_what_is_lost(caplog: pytest.LogCaptureFixture) -> None:
