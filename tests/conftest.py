@@ -91,6 +91,24 @@ def type_lines(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return type_them
 
 
+@pytest.fixture
+def ran() -> list[tuple[int, int]]:
+    """The arguments of each run of `add`."""
+    return []
+
+
+@pytest.fixture
+def add(ran: list[tuple[int, int]]) -> Callable[[int, int], int]:
+    """A tool that notes its runs."""
+
+    def add(a: int, b: int) -> int:
+        """Add two numbers."""
+        ran.append((a, b))
+        return a + b
+
+    return add
+
+
 Committer = Callable[..., Snapshot]
 
 

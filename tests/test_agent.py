@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,21 +25,6 @@ from dlite_agent.agent.events import (
 from dlite_agent.demo.task import DemoTask
 from dlite_agent.errors import ConfigError
 from dlite_agent.testing import ScriptedChatModel, calling
-
-
-@pytest.fixture
-def ran() -> list[tuple[int, int]]:
-    return []
-
-
-@pytest.fixture
-def add(ran: list[tuple[int, int]]) -> Callable[[int, int], int]:
-    def add(a: int, b: int) -> int:
-        """Add two numbers."""
-        ran.append((a, b))
-        return a + b
-
-    return add
 
 
 def broken(number: int) -> AIMessage:

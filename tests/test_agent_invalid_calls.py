@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -121,21 +120,6 @@ MALFORMED: dict[str, AIMessage] = {
 
 GO: dict[str, Any] = {"messages": [("user", "go")]}
 THREAD: dict[str, Any] = {"configurable": {"thread_id": "1"}, "recursion_limit": 60}
-
-
-@pytest.fixture
-def ran() -> list[tuple[int, int]]:
-    return []
-
-
-@pytest.fixture
-def add(ran: list[tuple[int, int]]) -> Callable[[int, int], int]:
-    def add(a: int, b: int) -> int:
-        """Add two numbers."""
-        ran.append((a, b))
-        return a + b
-
-    return add
 
 
 def agent_of(model: ScriptedChatModel, tools: list[Any], **bounds: int) -> Any:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-import pytest
 from langchain.agents import create_agent
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, ToolMessage
 from langchain_core.tools import ToolException, tool
@@ -15,21 +14,6 @@ from dlite_agent.agent import RepeatGuard
 from dlite_agent.agent.repeat_guard import REPEATED
 from dlite_agent.agent.turns import ENDED_BY
 from dlite_agent.testing import ScriptedChatModel, calling
-
-
-@pytest.fixture
-def ran() -> list[tuple[int, int]]:
-    return []
-
-
-@pytest.fixture
-def add(ran: list[tuple[int, int]]) -> Callable[[int, int], int]:
-    def add(a: int, b: int) -> int:
-        """Add two numbers."""
-        ran.append((a, b))
-        return a + b
-
-    return add
 
 
 def run(model: ScriptedChatModel, one: Any, guard: RepeatGuard) -> list[BaseMessage]:
