@@ -6,7 +6,8 @@ It drops a JSON schema whose root lists no properties, and puts "anything" where
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from langchain_core.tools import BaseTool, create_schema_from_function
@@ -14,6 +15,7 @@ from langchain_core.utils.function_calling import convert_to_openai_tool
 from langchain_core.utils.pydantic import is_basemodel_subclass
 
 from dlite_agent.errors import ConfigError
+from dlite_agent.prompting.schemas import references
 
 Tool = dict[str, Any] | type | Callable[..., Any] | BaseTool
 
@@ -42,8 +44,8 @@ def tool_names(tools: Sequence[Mapping[str, Any]]) -> list[str]:
         ConfigError: Two have the same.
     """
     names: list[str] = [tool["function"]["name"] for tool in tools]
-    for name in names:
-        if names.count(name) > 1:
+    for name, count in Counter(names).items():
+        if count > 1:
             raise ConfigError(f"two tools are named {name!r}; give each a name of its own")
     return names
 
@@ -99,7 +101,7 @@ def _arguments_class(tool: Any) -> Any:
 
 def _contains_itself(definitions: Mapping[str, Any]) -> bool:
     """Whether a definition refers to itself, directly or through others."""
-    uses = {name: {ref.rpartition("/")[2] for ref in _references(part)} for name, part in definitions.items()}
+    uses = {name: {ref.rpartition("/")[2] for ref in references(part)} for name, part in definitions.items()}
 
     def is_reached(start: str) -> bool:
         seen: set[str] = set()
@@ -114,17 +116,6 @@ def _contains_itself(definitions: Mapping[str, Any]) -> bool:
         return False
 
     return any(map(is_reached, definitions))
-
-
-def _references(part: Any) -> Iterator[str]:
-    if isinstance(part, Mapping):
-        if isinstance(part.get("$ref"), str):
-            yield part["$ref"]
-        for inner in part.values():
-            yield from _references(inner)
-    elif isinstance(part, list):
-        for inner in part:
-            yield from _references(inner)
 
 
 def _without_titles(part: Any, *, names: bool = False) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
-from dlite_agent.constraints.held_text import GrammarConstraint
+from dlite_agent.constraints.held_text import GrammarConstraint, Trigger
 from dlite_agent.constraints.vocabulary import Vocabulary
 from dlite_agent.errors import GrammarError
 from dlite_agent.prompting.dialects import Dialect
@@ -60,7 +60,7 @@ class CallTrigger:
         """The tokens that would begin a call after this text and go on as no call can."""
         answer = self._answer_start(text)
         if answer < 0:  # only a token that also ends the thinking can begin a call
-            return [i for i in {*self._vetoed_whole_tags, *self._whole_names} if self._is_broken_by(text, i)]
+            return [i for i in {*self._vetoed_whole_tags, *self._whole_names} if _is_broken_by(self, text, i)]
         vetoed = list(self._vetoed_whole_tags)
         partial = next((size for size in range(len(self._tag) - 1, 0, -1) if text.endswith(self._tag[:size])), 0)
         if partial:
@@ -73,7 +73,7 @@ class CallTrigger:
 
     def _find_vetoed_heads(self, text: bytes, answer: int, head: Head) -> list[int]:
         if head.typed is None:
-            return [token_id for token_id in self._whole_names if self._is_broken_by(text, token_id)]
+            return [token_id for token_id in self._whole_names if _is_broken_by(self, text, token_id)]
         typed = head.typed.encode("latin-1")
         endings = [name[len(typed) :] + b'"' for name in self._names if name.startswith(typed)]
         candidates = [token_id for ending in endings for token_id in self.vocabulary.starting_with(ending)]
@@ -83,13 +83,6 @@ class CallTrigger:
         """The candidates that the grammar does not accept after the prefix, be they its canonical tokens or not."""
         matcher = self._prime(grammar, prefix) if candidates else None
         return [token_id for token_id in candidates if matcher is None or not matcher.validate_tokens([token_id])]
-
-    def _is_broken_by(self, text: bytes, token_id: int) -> bool:
-        try:
-            self.start(text + self.vocabulary.tokens[token_id], since=len(text))
-        except GrammarError:
-            return True
-        return False
 
     def _prime(self, grammar: str, prefix: bytes) -> Any | None:
         """The grammar's matcher after the bytes, however they were tokenized; None if it does not allow them."""
@@ -113,7 +106,7 @@ class CallTrigger:
     @cached_property
     def _vetoed_whole_tags(self) -> list[int]:
         whole = self.vocabulary.containing(self._tag)
-        return [token_id for token_id in whole if self._is_broken_by(b"", token_id)]
+        return [token_id for token_id in whole if _is_broken_by(self, b"", token_id)]
 
     @cached_property
     def _whole_names(self) -> list[int]:
@@ -142,11 +135,13 @@ class NoCall:
         """The tokens that would complete the beginning of a call after this text."""
         sizes = (size for size in range(1, len(self._tag)) if text.endswith(self._tag[:size]))
         endings = [i for size in sizes for i in self.vocabulary.starting_with(self._tag[size:])]
-        return [i for i in {*endings, *self.vocabulary.containing(self._tag)} if self._is_refused(text, i)]
+        return [i for i in {*endings, *self.vocabulary.containing(self._tag)} if _is_broken_by(self, text, i)]
 
-    def _is_refused(self, text: bytes, token_id: int) -> bool:
-        try:
-            self.start(text + self.vocabulary.tokens[token_id], since=len(text))
-        except GrammarError:
-            return True
-        return False
+
+def _is_broken_by(trigger: Trigger, text: bytes, token_id: int) -> bool:
+    """Whether a token may not follow a text: it would begin a call, and go on as none can or begin one at all."""
+    try:
+        trigger.start(text + trigger.vocabulary.tokens[token_id], since=len(text))
+    except GrammarError:
+        return True
+    return False

@@ -19,12 +19,12 @@ from dlite_agent.constraints.call_triggers import CallTrigger, NoCall
 from dlite_agent.constraints.held_text import GrammarConstraint, TriggeredConstraint
 from dlite_agent.constraints.vocabulary import Vocabulary
 from dlite_agent.engine.constraint import TokenConstraint
-from dlite_agent.errors import GrammarError, UnsupportedSchemaError
+from dlite_agent.errors import GrammarError
 from dlite_agent.prompting.dialects import HERMES, Dialect
 from dlite_agent.prompting.grammars import CallGrammars
 from dlite_agent.prompting.rules import json_rule, schema_text
-from dlite_agent.prompting.schema_limits import refuse_unheld
-from dlite_agent.prompting.schemas import subschemas, tool_parameters
+from dlite_agent.prompting.schema_limits import refuse_unheld, unsupported
+from dlite_agent.prompting.schemas import DEFINITIONS, subschemas, tool_parameters
 
 _MAX_COMPILED = 64
 
@@ -150,8 +150,7 @@ def _raise_unsupported(reason: str, schemas: Mapping[str, Mapping[str, Any]]) ->
     for name, schema in schemas.items():
         path = _find_unsupported(schema, schema)
         if path is not None:
-            where = ".".join(part for part in (name, *path[:-1]) if part) or "the schema's root"
-            raise UnsupportedSchemaError(f"unsupported at {where}: {path[-1]}; simplify that part of the schema")
+            raise unsupported((name, *path[:-1]), path[-1])
     raise GrammarError(f"the grammar cannot be compiled: {reason}")
 
 
@@ -159,7 +158,7 @@ def _find_unsupported(schema: Mapping[str, Any], root: Mapping[str, Any]) -> tup
     """Path of the innermost part that fails for the same reason as the whole, and the reason; None if none fails."""
     from llguidance import LLMatcher
 
-    definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
+    definitions = {key: root[key] for key in DEFINITIONS if key in root}
     reason = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(schema_text({**definitions, **schema})))
     if not reason or reason.startswith("WARNING"):
         return None

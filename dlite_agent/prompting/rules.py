@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dlite_agent.errors import UnsupportedSchemaError
-from dlite_agent.prompting.schemas import Schema, close_objects, with_uri_references
+from dlite_agent.prompting.schemas import DEFINITIONS, Schema, close_objects, references, with_uri_references
 from dlite_agent.prompting.spans import TOOL_NAME
 
 JSON_STYLE = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
@@ -24,7 +24,6 @@ ANNOTATIONS = frozenset(
 )
 """Keywords that say nothing about what is valid."""
 
-_DEFINITIONS = ("$defs", "definitions")
 _OBJECT = frozenset(("type", "properties", "required", "additionalProperties", "$ref"))
 _MAX_NESTED = 12
 _TEXT = frozenset(("type", "enum", "const", "minLength", "maxLength", "pattern"))
@@ -123,9 +122,9 @@ def with_definitions(inner: Any, outer: Schema, where: str) -> Schema:
     """
     if not isinstance(inner, Mapping):
         inner = {} if inner is True else {"not": {}}
-    if any(not ref.startswith(("#/$defs/", "#/definitions/")) for ref in _references(inner)):
+    if any(not ref.startswith(("#/$defs/", "#/definitions/")) for ref in references(inner)):
         raise UnsupportedSchemaError(f"unsupported at {where}: a $ref to something else than a definition in $defs")
-    return resolve({**{key: outer[key] for key in _DEFINITIONS if key in outer}, **inner}, where)
+    return resolve({**{key: outer[key] for key in DEFINITIONS if key in outer}, **inner}, where)
 
 
 def resolve(schema: Schema, where: str) -> Schema:
@@ -137,11 +136,11 @@ def resolve(schema: Schema, where: str) -> Schema:
     seen: set[str] = set()
     while isinstance(ref := schema.get("$ref"), str) and not schema.keys() - ANNOTATIONS - {"$ref"}:
         _, kind, name = [*ref.split("/", 2), "", ""][:3]
-        target = schema.get(kind, {}).get(name) if kind in _DEFINITIONS else None
+        target = schema.get(kind, {}).get(name) if kind in DEFINITIONS else None
         if ref in seen or not isinstance(target, Mapping):
             raise UnsupportedSchemaError(f"unsupported at {where}: the $ref {ref!r} leads to no definition")
         seen.add(ref)
-        schema = {**{key: schema[key] for key in _DEFINITIONS if key in schema}, **target}
+        schema = {**{key: schema[key] for key in DEFINITIONS if key in schema}, **target}
     return schema
 
 
@@ -236,12 +235,3 @@ def _whole_pattern(pattern: str, where: str) -> str:
         raise UnsupportedSchemaError(f"unsupported at {where}: 'pattern' {pattern!r} does not run from '^' to '$'")
     text: str = regex_to_lark(inner, "dw")
     return text
-
-
-def _references(schema: Any) -> list[str]:
-    if isinstance(schema, Mapping):
-        own = [schema["$ref"]] if isinstance(schema.get("$ref"), str) else []
-        return own + [ref for key, inner in schema.items() if key not in _DEFINITIONS for ref in _references(inner)]
-    if isinstance(schema, list):
-        return [ref for inner in schema for ref in _references(inner)]
-    return []

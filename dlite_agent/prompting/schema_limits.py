@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from dlite_agent.errors import UnsupportedSchemaError
@@ -24,30 +24,30 @@ def refuse_unheld(schemas: Mapping[str, Schema]) -> None:
             there, or has only values without an end; the message has the path.
     """
     for name, schema in schemas.items():
-        path = (name,) if name else ()
-        parts = list(_parts(schema, path))
+        parts = list(_parts(schema, (name,) if name else ()))
         ending = _Ending(schema)
         for place, part in parts:
             if not ending.is_possible(part, frozenset()):
-                _refuse(place, "every value of it would contain another one of its kind")
+                raise unsupported(place, "every value of it would contain another one of its kind")
 
 
 def _parts(schema: Schema, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Schema]]:
     """Yield a schema and all that is in it, each with its path."""
     if len(path) > _MAX_DEPTH:
-        _refuse(path[:4], f"it is nested more than {_MAX_DEPTH} deep")
+        raise unsupported(path[:4], f"it is nested more than {_MAX_DEPTH} deep")
     for key in _BOUNDS:
         bound = schema.get(key)
         if isinstance(bound, int) and abs(bound) > _MAX_INTEGER:
-            _refuse(path, f"{key} is {bound}, beyond 2^53")
+            raise unsupported(path, f"{key} is {bound}, beyond 2^53")
     yield path, schema
     for step, inner in subschemas(schema):
         yield from _parts(inner, (*path, step))
 
 
-def _refuse(path: tuple[str, ...], reason: str) -> None:
-    where = ".".join(path) or "the schema's root"
-    raise UnsupportedSchemaError(f"unsupported at {where}: {reason}; simplify that part of the schema")
+def unsupported(path: Iterable[str], reason: str) -> UnsupportedSchemaError:
+    """Return the error for the part of a schema at a path; names that are empty are left out."""
+    where = ".".join(filter(None, path)) or "the schema's root"
+    return UnsupportedSchemaError(f"unsupported at {where}: {reason}; simplify that part of the schema")
 
 
 class _Ending:

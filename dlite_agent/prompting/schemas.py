@@ -11,7 +11,8 @@ from dlite_agent.errors import GrammarError
 
 Schema = Mapping[str, Any]
 
-_MAPS = ("$defs", "definitions", "properties", "patternProperties")
+DEFINITIONS = ("$defs", "definitions")
+_MAPS = (*DEFINITIONS, "properties", "patternProperties")
 _LISTS = ("prefixItems", "anyOf", "oneOf", "allOf")
 _SINGLES = ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
 _COMPOSING = ("$ref", "allOf", "anyOf", "oneOf", "patternProperties", "if", "not", "unevaluatedProperties")
@@ -49,6 +50,16 @@ def subschemas(schema: Schema) -> Iterator[tuple[str, Schema]]:
     for key in _SINGLES:
         if isinstance(schema.get(key), Mapping):
             yield key, schema[key]
+
+
+def references(schema: Any) -> list[str]:
+    """What the parts of a schema refer to; its definitions are left out."""
+    if isinstance(schema, Mapping):
+        own = [schema["$ref"]] if isinstance(schema.get("$ref"), str) else []
+        return own + [ref for key, inner in schema.items() if key not in DEFINITIONS for ref in references(inner)]
+    if isinstance(schema, list):
+        return [ref for inner in schema for ref in references(inner)]
+    return []
 
 
 def close_objects(schema: Schema) -> Schema:
