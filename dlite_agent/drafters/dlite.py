@@ -94,11 +94,18 @@ class _Layer(Layer):
         rope: Rope,
         block_rope: Rope,
         mask: torch.Tensor | None = None,
+        *,
+        num_out: int,
     ) -> torch.Tensor:
-        """Let `block [B, T, d]` look at `context [B, S, d]` and at itself; `rope` is of all slots."""
+        """Let `block [B, T, d]` look at `context [B, S, d]` and at itself; `rope` is of all slots.
+
+        Returns the last `num_out` rows of the block.
+        """
         normed = self.input_layernorm(block)
         key, value = self.self_attn.keys_values(torch.cat([context, normed], dim=1), rope)
-        block = block + self.self_attn(normed, block_rope, key, value, mask)
+        block, normed, (cos, sin) = block[:, -num_out:], normed[:, -num_out:], block_rope
+        mask = None if mask is None else mask[..., -num_out:, :]
+        block = block + self.self_attn(normed, (cos[-num_out:], sin[-num_out:]), key, value, mask)
         out: torch.Tensor = block + self.mlp(self.post_attention_layernorm(block))
         return out
 
@@ -231,9 +238,11 @@ class DLiteModel(nn.Module):
         query: torch.Tensor = self.mask_embedding if config.has_mask_embedding else embedding[config.mask_token_id]
         queries = query.to(context.dtype).expand(anchors.shape[0], config.num_drafts, config.hidden_size)
         block = torch.cat([functional.embedding(anchors, embedding).to(context.dtype), queries], dim=1)
-        for layer in self.layers:
-            block = layer(block, context, rope, block_rope, mask)
-        out: torch.Tensor = self.norm(block[:, -config.num_drafts :])
+        *before, last = self.layers
+        for layer in before:
+            block = layer(block, context, rope, block_rope, mask, num_out=block.shape[1])
+        block = last(block, context, rope, block_rope, mask, num_out=config.num_drafts)  # only drafts are read there
+        out: torch.Tensor = self.norm(block)
         return out
 
     def start(self, anchors: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
