@@ -94,8 +94,8 @@ class Call:
         """The snapshot that the newest message of this session's own model names, if any."""
         for message in reversed(self.messages):
             record = message.response_metadata.get(METADATA_KEY) if isinstance(message, AIMessage) else None
-            if isinstance(record, Mapping) and record.get("session") == self.session_key:
-                return record["snapshot"] if isinstance(record.get("snapshot"), str) else None
+            if isinstance(record, Mapping) and record.get("session") == self.session_key and "snapshot" in record:
+                return record["snapshot"] if isinstance(record["snapshot"], str) else None
         return None
 
 
@@ -351,8 +351,10 @@ class _Reply:
             "dialect": self._runtime.template.dialect.name,
             "stats": self._tally.as_dict(reuse, committed),
         }
+        if self._call.session_name is not None:
+            record["session"] = self._call.session_key
         if committed is not None:
-            record |= {"session": self._call.session_key, "snapshot": committed.snapshot_id}
+            record["snapshot"] = committed.snapshot_id
         metadata = {
             "model_name": self._runtime.name,
             "model_provider": PROVIDER,

@@ -1,8 +1,9 @@
 """Where live sessions meet Redis: which rows are in RAM, which can be fetched, which must be stored.
 
-Live states are kept in RAM, the least recently used ones dropped when they exceed a budget; below them is the session
-store. A session found in neither starts from the longest prefix another session has stored. Nothing of the drafter
-passes through here: there is nothing of it to keep.
+Live states are kept in RAM, the least recently used ones dropped when they exceed a budget, pinned ones (a tool runs,
+and its result will go on from there) after all others; below them is the session store. A session found in neither
+starts from the longest prefix another session has stored. Nothing of the drafter passes through here: there is nothing
+of it to keep.
 
 How long a caller waits for the store is its choice, `Durability`: "turn" returns a turn once it is stored, "async"
 stores it behind the caller's back and has the session's next call wait for that, "none" stores nothing.
@@ -79,7 +80,8 @@ class SessionKeeper:
             target: The target whose KV rows are kept.
             store: Where sessions persist, or None to keep them in RAM only.
             block_tokens: Most tokens per stored block.
-            budget_bytes: RAM for the KV rows of all sessions; those in use stay, the rest are dropped as need be.
+            budget_bytes: RAM for the KV rows of all sessions; those in use stay, the rest are dropped as need be,
+                pinned ones last.
             durability: When a turn is stored. "turn": before `commit` returns. "async": in the background, before the
                 session's next `checkout` or `close` returns, or the interpreter exits; a crash loses what was waiting.
                 "none": never; what others stored is still read, and nobody is fenced.
@@ -96,6 +98,7 @@ class SessionKeeper:
         self._budget_bytes = budget_bytes
         self._idle: OrderedDict[str, LiveSession] = OrderedDict()
         self._in_use: dict[int, LiveSession] = {}
+        self._pinned: set[str] = set()
         self._lock = threading.Lock()
 
     def checkout(
@@ -134,11 +137,30 @@ class SessionKeeper:
             self._in_use.pop(id(live), None)
             self._idle[key] = live
             self._idle.move_to_end(key)
-            held = [*self._idle.values(), *self._in_use.values()]
-            total = sum(session.state.cache.nbytes for session in held)
-            while total > self._budget_bytes and len(self._idle) > 1:
-                _, dropped = self._idle.popitem(last=False)
-                total -= dropped.state.cache.nbytes
+            self._drop_over_budget(newest=key)
+
+    @property
+    def pinned(self) -> frozenset[str]:
+        """Sessions that are pinned."""
+        return frozenset(self._pinned)
+
+    def pin(self, key: str) -> None:
+        """Let a session's rows go after those of all sessions that are not pinned, until it is unpinned."""
+        with self._lock:
+            self._pinned.add(key)
+
+    def unpin(self, key: str) -> None:
+        """Undo `pin`; nothing happens if the session is not pinned."""
+        with self._lock:
+            self._pinned.discard(key)
+
+    def _drop_over_budget(self, *, newest: str) -> None:
+        total = sum(session.state.cache.nbytes for session in [*self._idle.values(), *self._in_use.values()])
+        for key in sorted(self._idle, key=self._pinned.__contains__):  # each kind from the least recently used on
+            if total <= self._budget_bytes:
+                return
+            if key != newest:
+                total -= self._idle.pop(key).state.cache.nbytes
 
     @torch.inference_mode()
     def restore(self, live: LiveSession, prompt: Ids) -> Reuse:

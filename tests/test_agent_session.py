@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import redis
 from langchain.agents import create_agent
+from langchain.agents.middleware import AgentMiddleware
 from langgraph.checkpoint.memory import InMemorySaver
 
 from dlite_agent import ChatDLite, RedisSaver, SessionStore, Settings
@@ -80,3 +81,26 @@ def test_a_turn_without_a_thread_is_reported(model: ChatDLite) -> None:
     assert event["dlite"] == "no_thread"
     result = agent.invoke(GO)["session"]
     assert (result["thread_id"], result["snapshot"]) == (None, None)
+
+
+def test_a_session_is_pinned_while_its_turn_is_open(tmp_path: Path) -> None:
+    settings = Settings(home=tmp_path, redis_url=None, threads=1, offline=True)
+    folder = write_tiny_chat_model(tmp_path / "model")
+    model = ChatDLite(model=str(folder), settings=settings, max_tokens=4)
+    seen: list[tuple[str, ...]] = []
+
+    class Watch(AgentMiddleware[Any, Any, Any]):
+        def after_model(self, state: Any, runtime: Any) -> None:
+            seen.append(pinned())
+
+        def after_agent(self, state: Any, runtime: Any) -> None:
+            seen.append(pinned())
+
+    def pinned() -> tuple[str, ...]:
+        return tuple(model.runtime.keeper.pinned)
+
+    agent = agent_of(model, Watch(), SessionMiddleware(model))
+    session = agent.invoke(GO, THREAD)["session"]
+    close_all()
+    assert session["session"] is not None and session["snapshot"] is None  # kept in RAM only
+    assert seen == [(session["session"],), ()]

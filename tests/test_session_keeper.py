@@ -13,6 +13,7 @@ from dlite_agent.drafters.lookup import LookupDrafter
 from dlite_agent.drafters.null import NullDrafter
 from dlite_agent.engine.decode import decode, resume
 from dlite_agent.engine.request import Request
+from dlite_agent.engine.state import TargetState
 from dlite_agent.engine.target import Target
 from dlite_agent.live_session import LiveSession
 from dlite_agent.session_keeper import Reuse, SessionKeeper
@@ -299,6 +300,30 @@ def test_nothing_of_a_drafter_is_stored(llama: Target, store: SessionStore) -> N
 def test_idle_sessions_over_the_budget_are_dropped_oldest_first(llama: Target) -> None:
     ram = SessionKeeper(llama, None, budget_bytes=1)
     for name in ("a", "b"):
+        turn(ram, PROMPT, key=name)
+    assert turn(ram, PROMPT, key="b")[1].from_ram == len(PROMPT) - 1
+    assert turn(ram, PROMPT, key="a")[1].from_ram == 0
+
+
+def test_pinned_sessions_are_dropped_last_and_in_their_turn_once_unpinned(llama: Target) -> None:
+    rows = len(PROMPT) - 1
+    one = TargetState(llama.new_cache())
+    list(decode(llama, one, NullDrafter(), Request(PROMPT, max_new_tokens=10)))
+    ram = SessionKeeper(llama, None, budget_bytes=2 * one.cache.nbytes)
+    ram.pin("a")
+    for name in ("a", "b", "c"):
+        turn(ram, PROMPT, key=name)
+    assert turn(ram, PROMPT, key="a")[1].from_ram == rows
+    ram.unpin("a")
+    for name in ("b", "c"):
+        turn(ram, PROMPT, key=name)
+    assert turn(ram, PROMPT, key="a")[1].from_ram == 0
+
+
+def test_pins_do_not_break_the_budget(llama: Target) -> None:
+    ram = SessionKeeper(llama, None, budget_bytes=1)
+    for name in ("a", "b"):
+        ram.pin(name)
         turn(ram, PROMPT, key=name)
     assert turn(ram, PROMPT, key="b")[1].from_ram == len(PROMPT) - 1
     assert turn(ram, PROMPT, key="a")[1].from_ram == 0

@@ -27,8 +27,8 @@ class SessionStamp(TypedDict):
         line: Name of this line of the thread: all human messages on it, one after the other, decide it, so that forks
             of a thread have different ones.
         turn: Id of the newest human message.
-        session: Name of the model's session in the store, or None if it is not stored.
-        snapshot: Its newest snapshot, which `dlite-agent sessions fork` starts from.
+        session: Name of the model's session, or None if it is not kept.
+        snapshot: Its newest snapshot, which `dlite-agent sessions fork` starts from; None if it is not stored.
     """
 
     thread_id: str | None
@@ -45,8 +45,9 @@ class SessionState(AgentState[Any]):
 
 
 class SessionMiddleware(AgentMiddleware[Any, Any, Any]):
-    """Stamps the state with thread, line and snapshot, and waits at the end of a turn until all of it is stored.
+    """Stamps the state with thread, line and snapshot, pins the session's rows until the turn is over, and stores it.
 
+    A turn that calls tools comes back: until its end its rows are dropped from RAM after those of all other sessions.
     With `Settings(durability="async")` replies and tools do not wait for commits; the end of a turn does, so that what
     was handed out outlives its process. A turn without a thread is a report "no_thread": its rows are not kept.
     """
@@ -62,24 +63,36 @@ class SessionMiddleware(AgentMiddleware[Any, Any, Any]):
         self, request: ModelRequest[Any], handler: Callable[[ModelRequest[Any]], ModelResponse[Any]]
     ) -> ExtendedModelResponse[Any]:
         """Call the model and stamp the state."""
-        return _stamped(request, handler(request))
+        return self._stamped(request, handler(request))
 
     async def awrap_model_call(
         self, request: ModelRequest[Any], handler: Callable[[ModelRequest[Any]], Awaitable[ModelResponse[Any]]]
     ) -> ExtendedModelResponse[Any]:
         """Do the same asynchronously."""
-        return _stamped(request, await handler(request))
+        return self._stamped(request, await handler(request))
 
     def after_agent(self, state: Any, runtime: Any) -> None:
-        """Wait for commits in the background."""
-        self.model.runtime.keeper.flush()
+        """Unpin the session, and wait for commits in the background."""
+        self._finish(state)
 
     async def aafter_agent(self, state: Any, runtime: Any) -> None:
         """Do the same without holding the event loop up."""
-        await asyncio.to_thread(self.model.runtime.keeper.flush)
+        await asyncio.to_thread(self._finish, state)
+
+    def _finish(self, state: Any) -> None:
+        keeper, stamp = self.model.runtime.keeper, state.get("session")
+        if stamp is not None and stamp["session"] is not None:
+            keeper.unpin(stamp["session"])
+        keeper.flush()
+
+    def _stamped(self, request: ModelRequest[Any], response: ModelResponse[Any]) -> ExtendedModelResponse[Any]:
+        stamp = _stamp(request, response)
+        if stamp["session"] is not None:
+            self.model.runtime.keeper.pin(stamp["session"])
+        return ExtendedModelResponse(response, Command(update={"session": stamp}))
 
 
-def _stamped(request: ModelRequest[Any], response: ModelResponse[Any]) -> ExtendedModelResponse[Any]:
+def _stamp(request: ModelRequest[Any], response: ModelResponse[Any]) -> SessionStamp:
     thread_id = (ensure_config().get("configurable") or {}).get("thread_id")
     if thread_id is None and not rounds_of_turn(request.messages):
         report(
@@ -88,14 +101,13 @@ def _stamped(request: ModelRequest[Any], response: ModelResponse[Any]) -> Extend
     before: Any = request.state.get("session")
     turn = _newest_turn(request.messages)
     record = _record(response.result)
-    stamp = SessionStamp(
+    return SessionStamp(
         thread_id=thread_id,
         line=_line(before, turn),
         turn=turn,
         session=record.get("session"),
         snapshot=record.get("snapshot"),
     )
-    return ExtendedModelResponse(response, Command(update={"session": stamp}))
 
 
 def _newest_turn(messages: Sequence[BaseMessage]) -> str:
