@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -16,7 +17,7 @@ from langchain_core.messages import AIMessage
 
 from dlite_agent import runtime as runtimes
 from dlite_agent.bench.contest import OurSide
-from dlite_agent.bench.drafters import plots, shift
+from dlite_agent.bench.drafters import measure, plots, shift
 from dlite_agent.bench.drafters.cost import draft_costs
 from dlite_agent.bench.drafters.figures import DrafterReport, headline
 from dlite_agent.bench.drafters.held_bytes import HeldBytes, reachable_bytes
@@ -32,7 +33,7 @@ from dlite_agent.drafters import baselines, checkpoint
 from dlite_agent.drafters.dlite import DLiteDrafter
 from dlite_agent.drafters.history import HistoryConfig
 from dlite_agent.drafters.hybrid import HybridDrafter
-from dlite_agent.drafters.loading import load_drafter
+from dlite_agent.drafters.loading import load_drafter, trained_for
 from dlite_agent.drafters.lookup import LookupDrafter
 from dlite_agent.drafters.null import NullDrafter
 from dlite_agent.drafters.protocol import Drafter, DraftView, Proposal
@@ -288,6 +289,21 @@ def test_a_drafter_of_another_target_is_left_out(
     assert "left out" in said
     assert "vocab_size" in said
     assert line["details"][str(model)]["names"] == {"null": "null"}
+
+
+def test_whatever_was_trained_for_a_target_is_measured(
+    model: Path, dlite: Path, dspark: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = Target.load(model)
+    monkeypatch.setattr(measure, "trained_for", partial(trained_for, folder=tmp_path))
+    assert measure.default_drafters(target) == ["null", "lookup"]
+    for kind, folder in (("dspark", dspark), ("dlite", dlite)):
+        shutil.copytree(folder, tmp_path / kind)
+    path = tmp_path / "dspark" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "target_names": ["model"]}))
+    assert measure.default_drafters(target) == ["null", "lookup", "dspark"]
+    checkpoint.save(random_dlite(target, group=2), tmp_path / "dlite", target_names=["model"])
+    assert measure.default_drafters(target) == ["null", "lookup", "dlite", "dspark", "auto"]
 
 
 def test_what_cannot_be_measured_is_refused(

@@ -27,6 +27,7 @@ from dlite_agent.bench.drafters.turn_changes import TurnChanges
 from dlite_agent.bench.journal import Journal
 from dlite_agent.config import Settings
 from dlite_agent.drafters import golden
+from dlite_agent.drafters.history import KINDS
 from dlite_agent.drafters.loading import load_drafter, trained_for
 from dlite_agent.engine.draft_length import PassCost
 from dlite_agent.engine.target import Target
@@ -35,8 +36,9 @@ from dlite_agent.errors import ConfigError, DrafterMismatchError
 if TYPE_CHECKING:
     from dlite_agent.runtime import Runtime
 
-DEFAULT_MODELS = ("smollm2-135m", "qwen2.5-coder-0.5b")
-DEFAULT_DRAFTERS = (PLAIN, "lookup")
+DEFAULT_MODELS = ("smollm2-135m", "qwen2.5-coder-1.5b")
+"""The models that drafters come with the package for."""
+
 _SHIFT_TOKENS = 24
 _BETWEEN = (2048, 4096)
 
@@ -47,8 +49,7 @@ class DrafterOptions:
 
     Attributes:
         models: Registry names, folders or hub ids.
-        drafters: What `load_drafter` takes; empty for plain decoding, lookup and, where one was trained for the target,
-            the drafter of that target. Plain decoding is always among them.
+        drafters: What `load_drafter` takes; empty for `default_drafters`. Plain decoding is always among them.
         workloads: Recorded sessions.
         subset: A list of ids among them; None for all held-out sessions.
         num_sessions: The first so many, families taking turns; None for all.
@@ -146,6 +147,12 @@ def golden_error(folder: Path) -> float:
     return largest
 
 
+def default_drafters(target: Target) -> list[str]:
+    """Return plain decoding, lookup, each kind of drafter that comes with the package for a target, and its hybrid."""
+    trained = [kind for kind in ("dlite", *KINDS) if trained_for(target, kind=kind) is not None]
+    return [PLAIN, "lookup", *trained, *(["auto"] if "dlite" in trained else [])]
+
+
 class _Bench:
     """The drafters of one target."""
 
@@ -177,7 +184,7 @@ class _Bench:
         """Load the drafters; those made for another target are left out."""
         specs = list(self._options.drafters)
         if not specs:
-            specs = [*DEFAULT_DRAFTERS, *(["auto"] if trained_for(self._target) is not None else [])]
+            specs = default_drafters(self._target)
         cost = PassCost.of(self._target, folder=self._settings.home / "calibration")
         sampling = Bounds(1, 1, seed=self._options.seed).sampling()
         contestants = []
