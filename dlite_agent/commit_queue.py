@@ -5,14 +5,14 @@ What a crash loses is what was still waiting here; the session is then at its la
 
 from __future__ import annotations
 
-import atexit
 import logging
-import os
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
 from typing import NamedTuple
+
+from dlite_agent import lifetime
 
 DEFAULT_MAX_BYTES = 256 << 20
 _EXIT_S = 60.0
@@ -44,7 +44,6 @@ class CommitQueue:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._is_closed = False
-        self._pid = os.getpid()
 
     def submit(self, sid: str, num_bytes: int, work: Callable[[], object]) -> None:
         """Have a commit run behind those before it; once the queue is closed, run it here and now.
@@ -87,7 +86,7 @@ class CommitQueue:
         A thread that is still freeing tensors when the interpreter goes would abort the process. A forked child has
         neither commits nor a thread.
         """
-        if os.getpid() != self._pid:
+        if lifetime.is_forked():
             return
         deadline = time.monotonic() + timeout
         with self._changed:
@@ -97,13 +96,13 @@ class CommitQueue:
             logger.warning("%d commits were not stored in %.0f s; those turns are lost", len(self._items), timeout)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(max(0.0, deadline - time.monotonic()))
-        atexit.unregister(self.close)
+        lifetime.forget(self.close)
 
     def _start(self) -> None:
         if self._thread is None:
+            lifetime.close_at_exit(self.close)
             self._thread = threading.Thread(target=self._run, name="dlite-commits", daemon=True)
             self._thread.start()
-            atexit.register(self.close)
 
     def _run(self) -> None:
         while True:
