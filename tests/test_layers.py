@@ -19,7 +19,7 @@ FORBIDDEN = {
     "tools": ("torch", "transformers", "dlite_agent.engine", "dlite_agent.sessions", "dlite_agent.prompting"),
     "constraints": ("torch", "langchain", "langgraph", "redis", "dlite_agent.sessions"),
     "lifetime.py": ("torch", "langchain", "langgraph", "redis", "transformers", "dlite_agent.engine"),
-    "commit_queue.py": ("dlite_agent", "torch", "langchain", "langgraph", "redis", "transformers"),
+    "commit_queue.py": ("torch", "langchain", "langgraph", "redis", "transformers", "dlite_agent.engine"),
     "session_commands.py": (
         "torch",
         "transformers",
