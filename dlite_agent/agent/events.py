@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, ToolMessage
+from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, HumanMessage, ToolMessage
+from langgraph.runtime import RunControl
+from langgraph.types import Command
 
 from dlite_agent.agent.reports import REPORT_KEY
 from dlite_agent.prompting.messages import METADATA_KEY
@@ -86,16 +88,23 @@ _KINDS = {
 }
 
 
-def run_turn(graph: Any, text: str | None, config: dict[str, Any]) -> Iterator[AgentEvent]:
+Given = str | Command[Any] | None
+"""What a turn begins with: what the person says, or a decision that it waits for; None goes on where it stopped."""
+
+
+def run_turn(
+    graph: Any, given: Given, config: dict[str, Any], *, control: RunControl | None = None
+) -> Iterator[AgentEvent]:
     """Run one turn of a compiled agent graph.
 
     Args:
         graph: From `create_dlite_agent` or `create_agent`.
-        text: What the person says; None goes on where an interrupted turn stopped.
+        given: What it begins with.
         config: LangGraph config with a `thread_id`.
+        control: Ends the turn after the step that it is in, with LangGraph's `GraphDrained`.
     """
     plan: list[dict[str, str]] | None = None
-    for event in _events(graph, text, config):
+    for event in _events(graph, given, config, control):
         if isinstance(event, PlanEvent):
             if event.todos == plan:
                 continue  # the update and its report say the same
@@ -103,13 +112,16 @@ def run_turn(graph: Any, text: str | None, config: dict[str, Any]) -> Iterator[A
         yield event
 
 
-def _events(graph: Any, text: str | None, config: dict[str, Any]) -> Iterator[AgentEvent]:
-    given = None if text is None else {"messages": [HumanMessage(text)]}
+def _events(graph: Any, given: Given, config: dict[str, Any], control: RunControl | None) -> Iterator[AgentEvent]:
+    entered = {"messages": [HumanMessage(given)]} if isinstance(given, str) else given
     seen = {message.id for message in graph.get_state(config).values.get("messages", ())}
-    for mode, payload in graph.stream(given, config, stream_mode=["messages", "updates", "custom"]):
+    streamed: set[str | None] = set()
+    modes = ["messages", "updates", "custom"]
+    for mode, payload in graph.stream(entered, config, stream_mode=modes, control=control):
         if mode == "messages":
             message = payload[0]
             if isinstance(message, AIMessageChunk) and isinstance(message.content, str) and message.content:
+                streamed.add(message.id)
                 yield TextEvent(message.content)
             continue
         if mode == "custom":
@@ -117,7 +129,7 @@ def _events(graph: Any, text: str | None, config: dict[str, Any]) -> Iterator[Ag
                 yield _report_event(payload)
             continue
         for update in payload.values():
-            yield from _update_events(update, seen)
+            yield from _update_events(update, seen, streamed)
 
 
 def as_json(event: AgentEvent) -> dict[str, Any]:
@@ -131,8 +143,11 @@ def from_json(fields: dict[str, Any]) -> AgentEvent | None:
     return None if kind is None else kind(**{name: value for name, value in fields.items() if name != "event"})
 
 
-def _update_events(update: Any, seen: set[str | None]) -> Iterator[AgentEvent]:
-    """Yield what is new; a middleware that rewrites history sends all of it again."""
+def _update_events(update: Any, seen: set[str | None], streamed: set[str | None]) -> Iterator[AgentEvent]:
+    """Yield what is new; a middleware that rewrites history sends all of it again.
+
+    Text that was not streamed is a middleware's, which ended the turn in the model's place, or a model's that cannot.
+    """
     if not isinstance(update, dict):
         return
     for message in update.get("messages") or ():
@@ -140,6 +155,8 @@ def _update_events(update: Any, seen: set[str | None]) -> Iterator[AgentEvent]:
             continue
         seen.add(message.id)
         if isinstance(message, AIMessage):
+            if message.text and message.id not in streamed:
+                yield TextEvent(message.text)
             yield from _reply_events(message)
         elif isinstance(message, ToolMessage):
             yield ResultEvent(message.name or "", str(message.content), message.status == "error")
@@ -153,16 +170,24 @@ def _report_event(payload: dict[str, Any]) -> AgentEvent:
     return ReportEvent(payload[REPORT_KEY], {key: payload[key] for key in payload if key != REPORT_KEY})
 
 
-def _reply_events(message: AIMessage) -> Iterator[AgentEvent]:
+def call_event(message: BaseMessage) -> CallEvent | None:
+    """Return the figures of the call that made a message, or None if it has none."""
+    usage = message.usage_metadata if isinstance(message, AIMessage) else None
+    if usage is None:
+        return None
     record = message.response_metadata.get(METADATA_KEY) or {}
-    usage = message.usage_metadata
-    if usage is not None:
-        yield CallEvent(
-            usage["input_tokens"],
-            usage["output_tokens"],
-            str(message.response_metadata.get("finish_reason", "")),
-            dict(record.get("stats") or {}),
-        )
+    return CallEvent(
+        usage["input_tokens"],
+        usage["output_tokens"],
+        str(message.response_metadata.get("finish_reason", "")),
+        dict(record.get("stats") or {}),
+    )
+
+
+def _reply_events(message: AIMessage) -> Iterator[AgentEvent]:
+    call_figures = call_event(message)
+    if call_figures is not None:
+        yield call_figures
     for call in message.tool_calls:
         yield ToolEvent(call["name"], call["args"])
     for invalid in message.invalid_tool_calls:
