@@ -126,22 +126,28 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     run.add_argument("--thread", default="default", help="conversation to start or resume (default: %(default)s)")
     run.add_argument("--workspace", type=Path, default=Path(), help="folder the agent may use (default: this one)")
     run.add_argument("--max-tokens", type=positive, default=1024, help="upper bound of tokens per reply")
+    run.add_argument("--approve", action="store_true", help="decide on each tool call before it runs")
+    run.add_argument("--json", action="store_true", help="talk with a script: an event per line (docs/RUN.md)")
     run.set_defaults(command=_run)
 
 
 def _run(arguments: argparse.Namespace, settings: Settings, console: Console) -> int:
-    from dlite_agent.interactive import Options, converse
+    from dlite_agent.run.opening import Options, run_as_json, run_in_terminal
 
-    options = Options(
-        model=arguments.model,
-        drafter=arguments.drafter,
-        quantize=_quantize(arguments),
-        thread_id=arguments.thread,
-        workspace=arguments.workspace,
-        max_tokens=arguments.max_tokens,
-    )
-    converse(options, settings=settings, console=console)
-    return 0
+    def options() -> Options:
+        return Options(
+            model=arguments.model,
+            drafter=arguments.drafter,
+            quantize=_quantize(arguments),
+            thread_id=arguments.thread,
+            workspace=arguments.workspace,
+            max_tokens=arguments.max_tokens,
+            is_asking=arguments.approve,
+        )
+
+    if arguments.json:
+        return run_as_json(options, settings=settings)
+    return run_in_terminal(options(), settings=settings, console=console)
 
 
 def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -86,7 +86,7 @@ def type_lines(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             except StopIteration:
                 raise EOFError from None
 
-        monkeypatch.setattr("rich.console.Console.input", ask)
+        monkeypatch.setattr("builtins.input", ask)
 
     return type_them
 

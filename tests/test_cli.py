@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
+import json
 import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +17,8 @@ from safetensors.torch import load_file, save_file
 from dlite_agent import __version__
 from dlite_agent.cli import main
 from dlite_agent.drafters import checkpoint
+from dlite_agent.runtime import close_all
+from dlite_agent.sessions.embedded import EmbeddedServer
 from dlite_agent.testing import random_dlite, tiny_target, write_tiny_chat_model
 
 
@@ -147,8 +152,6 @@ def test_the_golden_vectors_are_reproduced(capsys: pytest.CaptureFixture[str], g
 
 
 def test_the_cost_table_ends_in_a_json_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    import json
-
     folder = write_tiny_chat_model(tmp_path / "model")
     assert main(["bench", "verify", "--model", str(folder), "--context", "8", "--repeats", "1"]) == 0
     line = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
@@ -186,6 +189,47 @@ def test_a_damaged_model_config_is_said(capsys: pytest.CaptureFixture[str], tmp_
 def test_a_workspace_that_is_not_there_is_not_made(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "workspace" in fails(capsys, "run", "--workspace", str(tmp_path / "typo"))
     assert not (tmp_path / "typo").exists()
+
+
+@pytest.mark.parametrize("name", ["", "a\x1b[2J", "x" * 1000])
+def test_a_thread_that_cannot_be_named_so_is_refused(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    assert "ConfigError: the thread is named" in fails(capsys, "run", "--thread", name)
+
+
+def test_a_script_reads_what_is_fatal_as_an_event(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--json", "--model", "nosuchmodel"]) == 1
+    captured = capsys.readouterr()
+    event = json.loads(captured.out)
+    assert (event["event"], event["kind"], event["is_fatal"]) == ("error", "UnknownModelError", True)
+    assert "nosuchmodel" in captured.err
+
+
+def test_a_thread_is_resumed_from_the_store_and_forked_in_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, server: EmbeddedServer
+) -> None:
+    monkeypatch.setenv("REDIS_URL", f"unix://{server.state.socket}")
+    folder = write_tiny_chat_model(tmp_path / "model", max_position_embeddings=16384)
+    arguments = ["run", "--json", "--model", str(folder), "--workspace", str(tmp_path), "--max-tokens", "5"]
+
+    def run(thread: str, *lines: str) -> dict[str, dict[str, Any]]:
+        capsys.readouterr()
+        close_all()  # what the next run reuses comes from the store
+        monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
+        assert main([*arguments, "--thread", thread]) == 0
+        return {event["event"]: event for event in map(json.loads, capsys.readouterr().out.splitlines())}
+
+    first = run("one", "hi", "/stats")
+    assert first["stats"]["in_all"] == first["stats"]["last_turn"] == first["turn_end"]["stats"]
+    assert "resumed" not in first
+    rows = first["call"]["input_tokens"] + 4  # of the last token there is none
+    second = run("one", "/fork two", "more")
+    assert (second["start"]["num_turns"], second["start"]["stored_tokens"]) == (1, rows)
+    assert second["forked"]["num_tokens"] == rows + 1
+    assert second["turn_end"]["stats"]["restored"] == rows
+    third = run("two", "and more", "/sessions")
+    assert third["resumed"]["computed_again"] == 0
+    assert third["resumed"]["restored"] == third["turn_end"]["stats"]["restored"] > rows
+    assert {session["thread"] for session in third["sessions"]["sessions"]} == {"one", "two"}
 
 
 @pytest.mark.parametrize("value", ["true", "yes", " 1"])

@@ -31,7 +31,15 @@ FORBIDDEN = {
     "session_rows.py": ("langchain", "langgraph", "redis", "dlite_agent.prompting", "dlite_agent.agent"),
     "break_even.py": ("dlite_agent", "torch", "langchain", "langgraph", "redis", "transformers"),
     "session_keeper.py": ("langchain", "langgraph", "dlite_agent.prompting", "dlite_agent.agent"),
-    "agent": ("torch", "redis", "dlite_agent.engine", "dlite_agent.drafters", "dlite_agent.sessions"),
+    "agent": (
+        "torch",
+        "redis",
+        "dlite_agent.engine",
+        "dlite_agent.drafters",
+        "dlite_agent.sessions",
+        "dlite_agent.run",
+    ),
+    "run": ("torch", "redis", "transformers", "dlite_agent.engine", "dlite_agent.drafters", "dlite_agent.cli"),
     "train": ("langgraph", "redis", "dlite_agent.sessions", "dlite_agent.agent"),
     "chat_model.py": ("dlite_agent.agent", "dlite_agent.demo", "dlite_agent.cli"),
 }
