@@ -161,6 +161,7 @@ class SessionKeeper:
                 return
             if key != newest:
                 total -= self._idle.pop(key).state.cache.nbytes
+                self._pinned.discard(key)  # its turn may have been left open
 
     @torch.inference_mode()
     def restore(self, live: LiveSession, prompt: Ids) -> Reuse:

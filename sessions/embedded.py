@@ -24,8 +24,9 @@ import tempfile
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -37,8 +38,10 @@ from dlite_agent.config import Settings
 from dlite_agent.errors import ServerStartError
 from dlite_agent.sessions.client import RedisClient
 from dlite_agent.sessions.connecting import open_client, socket_client
+from dlite_agent.sessions.locks import locked, opened_lock, try_lock, when_given_back
 
 _SOCKET_NAME = "redis.sock"
+_START_LOCK = "start.lock"
 _MAX_SOCKET_BYTES = 100  # Linux takes 107 bytes, macOS 103
 _START_S = 20.0
 _STOP_S = 20.0
@@ -154,7 +157,7 @@ class EmbeddedServer:
         with _disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
             folder.chmod(0o700)
-            with _locked(folder / "start.lock"):
+            with _locked(folder):
                 state = _attach_or_launch(folder, port=port, keep=keep)
                 users = os.open(folder / "users.lock", os.O_RDWR | os.O_CREAT, 0o600)
                 fcntl.flock(users, fcntl.LOCK_SH)
@@ -167,13 +170,15 @@ class EmbeddedServer:
     def close(self) -> None:
         """End this process's use of the server; stop it if no other process uses it and none asked to keep it."""
         users, self._users = self._users, None
-        if users is None:
-            return
+        if users is not None:
+            when_given_back(self.folder / _START_LOCK, partial(self._leave, users))
+
+    def _leave(self, users: int) -> None:
         try:
             if os.getpid() != self._pid:  # a fork's copy of the lock is its parent's
                 return
-            with _locked(self.folder / "start.lock"):
-                if _try_lock(users) and not _read_state(self.folder).keep:
+            with _locked(self.folder):
+                if try_lock(users) and not _read_state(self.folder).keep:
                     _stop(self.folder)
         finally:
             os.close(users)
@@ -184,7 +189,7 @@ class EmbeddedServer:
         Raises:
             ServerStartError: If it does not stop.
         """
-        with _locked(self.folder / "start.lock"):
+        with _locked(self.folder):
             _stop(self.folder)
         self.close()
 
@@ -195,12 +200,17 @@ class EmbeddedServer:
         self.close()
 
 
+def _locked(folder: Path) -> AbstractContextManager[None]:
+    """Hold the lock that serialises starting and stopping."""
+    return locked(folder / _START_LOCK, timeout=2 * (_START_S + _STOP_S))
+
+
 def _attach_or_launch(folder: Path, *, port: int | None, keep: bool) -> ServerState:
     log_start: int | None = None
     deadline = time.monotonic() + _START_S
     while True:
-        with _opened_lock(folder / "server.lock") as lock:
-            if _try_lock(lock):
+        with opened_lock(folder / "server.lock") as lock:
+            if try_lock(lock):
                 if log_start is not None:
                     raise ServerStartError(_why_it_died(folder, log_start=log_start, port=port))
                 log_start = _launch(folder, lock, port=port, keep=keep)
@@ -282,8 +292,8 @@ def _stop(folder: Path) -> None:
     deadline = time.monotonic() + _STOP_S
     is_told = False
     while True:
-        with _opened_lock(folder / "server.lock") as lock:
-            if _try_lock(lock):
+        with opened_lock(folder / "server.lock") as lock:
+            if try_lock(lock):
                 _remove_socket(folder)
                 return
         with suppress(OSError, ValueError):  # no pid yet, or just gone
@@ -344,34 +354,6 @@ def _write_state(folder: Path, state: ServerState) -> None:
     draft = folder / "server.json.new"
     draft.write_text(json.dumps(asdict(state)))
     draft.replace(folder / "server.json")
-
-
-@contextmanager
-def _opened_lock(path: Path) -> Iterator[int]:
-    lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        yield lock
-    finally:
-        os.close(lock)
-
-
-def _try_lock(lock: int) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    deadline = time.monotonic() + 2 * (_START_S + _STOP_S)
-    with _opened_lock(path) as lock:
-        while not _try_lock(lock):
-            if time.monotonic() > deadline:
-                raise ServerStartError(f"another process holds {path}; wait for it or end it")
-            time.sleep(_POLL_S)
-        yield
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -18,7 +19,7 @@ import redis
 
 from dlite_agent.config import Settings
 from dlite_agent.errors import ConfigError, DLiteError, ServerStartError, StoreUnavailableError
-from dlite_agent.sessions import embedded
+from dlite_agent.sessions import embedded, locks
 from dlite_agent.sessions.embedded import EmbeddedServer, connect, find_server, version
 
 WORKER = """
@@ -42,8 +43,8 @@ def home(tmp_path: Path) -> Iterator[Path]:
 
 
 def is_running(folder: Path) -> bool:
-    with embedded._opened_lock(folder / "server.lock") as lock:
-        return not embedded._try_lock(lock)
+    with locks.opened_lock(folder / "server.lock") as lock:
+        return not locks.try_lock(lock)
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -270,6 +271,28 @@ def test_a_dropped_client_ends_the_use_of_the_server(home: Path) -> None:
     client.close()
     del client
     wait_for(lambda: not is_running(home / "server"))
+
+
+def test_a_client_that_is_dropped_while_another_starts_does_not_wait_for_itself(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = Settings(home=home, redis_url=None)
+    clients = [connect(settings)]
+    attach = embedded._attach_or_launch
+
+    def dropping(*args: Any, **kwargs: Any) -> Any:
+        state = attach(*args, **kwargs)
+        clients.pop()  # as when garbage is collected just then
+        gc.collect()
+        return state
+
+    monkeypatch.setattr(embedded, "_attach_or_launch", dropping)
+    with connect(settings) as client:
+        assert client.ping()  # and the one that left did not stop it
+    folder = settings.server_dir
+    del client
+    gc.collect()
+    wait_for(lambda: not is_running(folder))
 
 
 def test_a_redis_url_is_used_instead(home: Path) -> None:
