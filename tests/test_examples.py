@@ -23,7 +23,7 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 @pytest.fixture
 def tiny(tmp_path: Path, command_home: None, server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv("REDIS_URL", f"unix://{server.state.socket}")
-    yield str(write_tiny_chat_model(tmp_path / "model"))
+    yield str(write_tiny_chat_model(tmp_path / "model", max_position_embeddings=16_384))
     close_all()
 
 
@@ -77,6 +77,24 @@ def test_hitl_approval(run: Callable[..., str], decision: str) -> None:
 def test_existing_langgraph_graph(run: Callable[..., str]) -> None:
     first, second = figures(r"\((\d+) of (\d+) prompt tokens reused\)", run("existing_langgraph_graph"))
     assert second[0] >= first[1] - 1
+
+
+def test_bfcl_live(run: Callable[..., str]) -> None:
+    if importlib.util.find_spec("bfcl_eval") is None:
+        pytest.skip("bfcl-eval is not installed; examples/bfcl_live.py says how")
+    said = run("bfcl_live")
+    assert said.count("user: ") == 2 and "model:" in said
+    assert "the end state differs" in said  # random weights copy no files
+
+
+def test_bfcl_live_says_what_to_install(tiny: str) -> None:
+    hide = "import runpy, sys; sys.modules['bfcl_eval'] = None; sys.argv = sys.argv[1:]; "
+    command = [sys.executable, "-c", f"{hide}runpy.run_path(sys.argv[0], run_name='__main__')"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")))}
+    arguments = [str(EXAMPLES / "bfcl_live.py"), tiny]
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 1
+    assert done.stderr.strip().splitlines()[-1].endswith("pip install --no-deps bfcl-eval==2026.3.23 mpmath==1.3.0")
 
 
 @pytest.mark.slow
