@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from langchain.agents import create_agent
 from langchain.agents.middleware import wrap_model_call
-from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, ToolMessage
-from langchain_core.messages.tool import invalid_tool_call, tool_call_chunk
+from langchain_core.messages import AIMessage, BaseMessage, ToolMessage
+from langchain_core.messages.tool import invalid_tool_call
 from langchain_core.tools import tool
 from langgraph.checkpoint.memory import InMemorySaver
 
@@ -19,104 +19,9 @@ from dlite_agent import ChatDLite, Settings
 from dlite_agent.agent import InvalidCallRetry
 from dlite_agent.agent.invalid_calls import INVALID
 from dlite_agent.agent.turns import ENDED_BY
+from dlite_agent.bench.agent.malformed import MALFORMED, is_whole, whole
 from dlite_agent.runtime import close_all
 from dlite_agent.testing import ScriptedChatModel, calling, write_tiny_chat_model
-
-CUT: dict[str, Any] = {"finish_reason": "length"}
-
-
-def streamed(args: str | None, *, name: str | None = "add", id: str | None = "s1", **metadata: Any) -> AIMessage:
-    """A call as a provider streams it: LangChain reads the arguments."""
-    part = tool_call_chunk(name=name, args=args, id=id, index=0)
-    return AIMessageChunk(content="", tool_call_chunks=[part], response_metadata=metadata)
-
-
-def parsed(
-    args: str | None, *, name: str | None = "add", id: str | None = "p1", text: str = "", **metadata: Any
-) -> AIMessage:
-    """A call that a model's own parser found invalid."""
-    return AIMessage(
-        text,
-        invalid_tool_calls=[invalid_tool_call(name=name, args=args, id=id, error=None)],
-        response_metadata=metadata,
-    )
-
-
-def whole(
-    *args: dict[str, Any], name: str = "add", ids: tuple[str | None, ...] = ("w1",), **metadata: Any
-) -> AIMessage:
-    """Calls whose JSON is whole, and which are wrong all the same."""
-    calls: list[Any] = [{"name": name, "args": a, "id": id} for a, id in zip(args, ids, strict=True)]
-    return AIMessage("", tool_calls=calls, response_metadata=metadata)
-
-
-MALFORMED: dict[str, AIMessage] = {
-    # cut by the token limit, at every kind of place
-    "cut before the arguments": streamed("", **CUT),
-    "cut after the brace": streamed("{", **CUT),
-    "cut inside a key": streamed('{"a', **CUT),
-    "cut after a key": streamed('{"a"', **CUT),
-    "cut after a colon": streamed('{"a":', **CUT),
-    "cut inside a number": streamed('{"a": 1, "b": 2', **CUT),
-    "cut after a number": streamed('{"a": 1,', **CUT),
-    "cut before the brace": streamed('{"a": 1, "b": 2 ', **CUT),
-    "cut inside a text": streamed('{"a": 1, "b": "2', **CUT),
-    "cut inside an escape": streamed('{"a": "\\u00', **CUT),
-    "cut inside a list": streamed('{"a": [1, 2', **CUT),
-    "cut inside an object": streamed('{"a": {"x": 1', **CUT),
-    "cut, and whole by chance": streamed('{"a": 1, "b": 2}', **CUT),
-    "cut, as another provider says it": streamed('{"a": 1, "b": 2}', stop_reason="max_tokens"),
-    "cut, and completed by the provider": whole({"a": 1, "b": 2}, **CUT),
-    "cut, found by the parser": parsed('<tool_call>{"name": "add", "arguments": {"a": 1', **CUT),
-    # no JSON object
-    "unclosed": parsed('{"a": 1, "b": 2'),
-    "closed twice": streamed('{"a": 1, "b": 2}}'),
-    "single quotes": streamed("{'a': 1, 'b': 2}"),
-    "bare keys": streamed("{a: 1, b: 2}"),
-    "trailing comma": streamed('{"a": 1, "b": 2,}'),
-    "missing comma": streamed('{"a": 1 "b": 2}'),
-    "python literals": streamed('{"a": None, "b": True}'),
-    "a comment": streamed('{"a": 1, /* one */ "b": 2}'),
-    "an expression": streamed('{"a": 1 + 1, "b": 2}'),
-    "not a number": streamed('{"a": NaN, "b": 2}'),
-    "a list": streamed("[1, 2]"),
-    "a number": streamed("12"),
-    "a text": streamed('"a=1, b=2"'),
-    "null": streamed("null"),
-    "prose": streamed("please add one and two"),
-    "a fence": streamed('```json\n{"a": 1, "b": 2}\n```'),
-    "another tag": parsed('<tool_call>{"a": 1}</tool'),
-    "two objects": parsed('{"a": 1, "b": 2}{"a": 3, "b": 4}'),
-    "nothing": parsed(""),
-    "no arguments": parsed(None),
-    "a control character": streamed('{"a": "\x00\x01", "b": 2'),
-    "very long": parsed('{"a": "' + "x" * 100_000),
-    "not unicode": parsed('{"a": "\\ud800'),
-    # no name, no id
-    "no name": parsed('{"a": 1, "b": 2}', name=None),
-    "an empty name": streamed('{"a": 1, "b": 2}', name=""),
-    "no id": parsed('{"a": 1', id=None),
-    "an empty id": parsed('{"a": 1', id=""),
-    "behind text": parsed('{"a": 1', text="Let me add them."),
-    "two at once": AIMessage(
-        "", invalid_tool_calls=[invalid_tool_call(name="add", args="{", id=id, error=None) for id in ("x", "x")]
-    ),
-    # whole JSON, wrong call
-    "unknown tool": whole({"a": 1, "b": 2}, name="subtract"),
-    "a tool's name in capitals": whole({"a": 1, "b": 2}, name="ADD"),
-    "missing argument": whole({"a": 1}),
-    "no argument": whole({}),
-    "wrong type": whole({"a": "one", "b": 2}),
-    "null argument": whole({"a": None, "b": 2}),
-    "nested argument": whole({"a": {"value": 1}, "b": 2}),
-    "list argument": whole({"a": [1], "b": 2}),
-    "a schema for arguments": whole({"a": {"type": "integer"}, "b": {"type": "integer"}}),
-    "arguments inside arguments": whole({"arguments": {"a": 1, "b": 2}}),
-    "misspelt key": whole({"A": 1, "B": 2}),
-    "half a number": whole({"a": 1.5, "b": 2}),
-    "unknown tool without an id": whole({"a": 1}, name="nothing", ids=(None,)),
-    "two wrong ones of one id": whole({"a": 1}, {"b": 1}, ids=("same", "same")),
-}
 
 GO: dict[str, Any] = {"messages": [("user", "go")]}
 THREAD: dict[str, Any] = {"configurable": {"thread_id": "1"}, "recursion_limit": 60}
@@ -127,18 +32,7 @@ def agent_of(model: ScriptedChatModel, tools: list[Any], **bounds: int) -> Any:
 
 
 def assert_whole(messages: list[BaseMessage]) -> None:
-    """Every call has one result behind it, before the next reply; ids are there and differ."""
-    is_due: set[str | None] = set()
-    for message in messages:
-        if isinstance(message, ToolMessage):
-            assert message.tool_call_id in is_due
-            is_due.remove(message.tool_call_id)
-        elif isinstance(message, AIMessage):
-            assert is_due == set()
-            ids = [call["id"] for call in (*message.tool_calls, *message.invalid_tool_calls)]
-            assert all(ids) and len(set(ids)) == len(ids)
-            is_due = set(ids)
-    assert is_due == set()
+    assert is_whole(messages), messages
 
 
 @pytest.mark.parametrize("kind", MALFORMED)
