@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from dlite_agent.arguments import positive
+from dlite_agent.bench.agent.commands import add_agent_bench
 from dlite_agent.bench.drafters.commands import add_drafters
 from dlite_agent.bench.output import (
     add_recorded,
@@ -43,6 +44,7 @@ def add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     _add_exact(kinds)
     add_drafters(kinds)
     add_sessions_bench(kinds)
+    add_agent_bench(kinds)
 
 
 def _add_verify(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

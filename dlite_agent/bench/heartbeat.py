@@ -62,17 +62,17 @@ async def measure(model: ChatDLite, *, num_calls: int, idle_s: float = 2.0) -> H
         idle_s: Seconds to measure the idle loop for.
     """
     await asyncio.to_thread(model.warm_up)
-    idle = await _beat(asyncio.create_task(asyncio.sleep(idle_s)))
+    idle = await beat(asyncio.create_task(asyncio.sleep(idle_s)))
     start = time.perf_counter()
     questions = (f"Tell a long story about the number {number}." for number in range(num_calls))
     calls = asyncio.gather(*(_stream(model, question) for question in questions))
-    decoding = await _beat(calls)
+    decoding = await beat(calls)
     num_tokens = sum(await calls)
     return Heartbeat(Delays.of(idle), Delays.of(decoding), num_tokens / (time.perf_counter() - start))
 
 
-async def _beat(work: asyncio.Future[Any]) -> list[float]:
-    """Tick until the work is done; returns how much too late each tick came."""
+async def beat(work: asyncio.Future[Any]) -> list[float]:
+    """Tick until the work is done; returns how many seconds too late each tick came."""
     delays = []
     while not work.done():
         start = time.perf_counter()
