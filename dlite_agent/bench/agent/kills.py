@@ -180,11 +180,13 @@ class _State:
 
     @classmethod
     def read(cls, saver: RedisSaver, thread: str) -> _State:
+        messages: list[BaseMessage] = []
         found = saver.get_tuple({"configurable": {"thread_id": thread}})
         if found is None:
-            return cls([], [])
+            return cls(messages, [])
         values = found.checkpoint["channel_values"]
-        messages, todos = list(values.get("messages") or ()), values.get("todos")
+        messages += values.get("messages") or ()
+        todos = values.get("todos")
         for _, channel, value in found.pending_writes or ():
             if channel == "messages":
                 messages += value if isinstance(value, list) else [value]
