@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import uuid
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,9 @@ import pytest
 from dlite_agent import ChatDLite, RedisSaver, SessionStore, Settings
 from dlite_agent.demo.replay import replay
 from dlite_agent.drafters.dlite import DLiteDrafter
+from dlite_agent.drafters.loading import load_drafter
 from dlite_agent.drafters.lookup import LookupDrafter
 from dlite_agent.drafters.null import NullDrafter
-from dlite_agent.drafters.protocol import Drafter
 from dlite_agent.engine.decode import decode
 from dlite_agent.engine.request import Request, Step
 from dlite_agent.engine.sampling import SamplingParams
@@ -62,19 +63,24 @@ def test_speculative_equals_plain_on_thirty_recorded_prompts(model: ChatDLite) -
         pytest.skip(f"no recorded sessions at {SHARED}")
     runtime = model.runtime
     target = runtime.target
-    dlite = DLiteDrafter(random_dlite(target, mask_token_id=0), target.embedding)
+    drafters = [LookupDrafter(), load_drafter("dlite", target), load_drafter("auto", target)]
+    assert [drafter.name for drafter in drafters] == ["lookup", "dlite", "hybrid"]
     smoke = list(read_sessions(SHARED, subset="smoke"))
+    passes: Counter[str] = Counter()
     number = 0
     for state, prompt in itertools.islice(prompts(runtime, smoke), NUM_PROMPTS):
         request = Request(prompt, max_new_tokens=12, end_ids=runtime.end_ids)
         plain = tokens_of(list(decode(target, state, NullDrafter(), request)))
-        drafters: list[Drafter] = [LookupDrafter(), dlite, ScriptedDrafter(plain, start=len(prompt))]
-        for drafter in drafters:
+        for drafter in [*drafters, ScriptedDrafter(plain, start=len(prompt))]:
             steps = list(decode(target, state, drafter, request))
             assert tokens_of(steps) == plain, drafter.name
+            passes[drafter.name] += len(steps)
         assert all(step.sources.count("scripted") == step.num_proposed for step in steps)  # accepted whole
+        passes["plain"] += len(plain)
         number += 1
     assert number == NUM_PROMPTS
+    assert passes["dlite"] < passes["plain"] / 1.3  # it learned something
+    assert passes["hybrid"] < passes["lookup"]
 
 
 def test_a_seed_gives_the_same_text_with_any_drafter_and_draft_length(model: ChatDLite) -> None:
