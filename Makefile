@@ -34,6 +34,7 @@ $(VENV)/.embedded: pyproject.toml constraints.txt | python
 $(VENV)/.dev: pyproject.toml constraints.txt | python
 	$(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) -e '.[dev]'
+	$(PIP_INSTALL) --no-deps bfcl-eval==2026.3.23  # it names more than its tools need
 	touch $(VENV)/.embedded $@
 
 python:
