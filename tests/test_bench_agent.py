@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
 
-from dlite_agent import ChatDLite, Settings
+from dlite_agent import ChatDLite, RedisSaver, Settings
 from dlite_agent.agent.invalid_calls import InvalidCallRetry
 from dlite_agent.bench.agent import kills, malformed, oracle
 from dlite_agent.bench.agent.equal import ReplayReport, replay_all, replay_twice
@@ -29,6 +30,7 @@ from dlite_agent.environments.state import EndState
 from dlite_agent.errors import ConfigError, MissingDependencyError
 from dlite_agent.recorded import RecordedSession
 from dlite_agent.runtime import close_all
+from dlite_agent.sessions.embedded import EmbeddedServer
 from dlite_agent.testing import write_tiny_chat_model
 
 pytestmark = pytest.mark.usefixtures("command_home")
@@ -189,6 +191,33 @@ def test_killed_agents_are_resumed_and_repeat_nothing(tmp_path: Path) -> None:
     assert all(report.is_resumed for report in reports)
     assert kills.run_kills(2, seed=7, journal=journal, say=said.append) == reports
     assert len(said) == 2
+
+
+@pytest.mark.slow
+def test_a_worker_that_was_killed_right_behind_its_input_is_resumed(tmp_path: Path, server: EmbeddedServer) -> None:
+    class CutSaver(RedisSaver):
+        def put(self, config: Any, checkpoint: Any, metadata: Any, new_versions: Any) -> Any:
+            saved = super().put(config, checkpoint, metadata, new_versions)
+            if metadata["source"] == "input" and len(checkpoint["channel_values"].get("messages", ())) > 1:
+                raise KeyboardInterrupt
+            return saved
+
+    folder = write_tiny_chat_model(tmp_path / "model", max_position_embeddings=16_384, num_hidden_layers=2)
+    errand = kills.Errand(folder, server.state.socket, "cut", tmp_path / "runs")
+    settings = Settings(home=tmp_path / "home", threads=1, offline=True)
+    chat = ChatDLite(model=str(folder), max_tokens=8, settings=settings)
+    saver = CutSaver(server.client(), tenant=kills._TENANT)
+    config: Any = {"configurable": {"thread_id": "cut"}}
+    texts = [{"messages": [HumanMessage(text)]} for text, _ in kills.script()]
+    kills._graph(chat, saver, errand, 0).invoke(texts[0], config)
+    second = kills._graph(chat, saver, errand, 1)
+    with pytest.raises(KeyboardInterrupt):
+        second.invoke(texts[1], config, durability="sync")
+    assert second.get_state(config).metadata["source"] == "input"
+    assert kills.employ(errand).is_done
+    said_texts = [message.text for message in kills._State.read(saver, "cut").messages if message.type == "ai"]
+    assert [text for text in said_texts if text] == ["Done: gather.", "Done: sort.", "Done: report."]
+    assert kills._runs(errand.journal) == Counter(range(6))
 
 
 def test_a_run_that_was_repeated_or_lost_and_a_changed_plan_are_found(tmp_path: Path) -> None:

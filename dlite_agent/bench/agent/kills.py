@@ -280,7 +280,8 @@ def _work(errand: Errand, pipe: Connection) -> None:
     values = _graph(chat, saver, errand, 0).get_state(config)
     messages = values.values.get("messages") or []
     num_before, turn = len(messages), sum(isinstance(message, HumanMessage) for message in messages)
-    if values.next:
+    is_asked = bool(messages) and isinstance(messages[-1], HumanMessage)  # a checkpoint of an input names nothing next
+    if values.next or is_asked:
         _graph(chat, saver, errand, max(0, turn - 1)).invoke(None, config)
         messages = _graph(chat, saver, errand, 0).get_state(config).values["messages"]
         turn = sum(isinstance(message, HumanMessage) for message in messages)
