@@ -194,28 +194,37 @@ def test_killed_agents_are_resumed_and_repeat_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_worker_that_was_killed_right_behind_its_input_is_resumed(tmp_path: Path, server: EmbeddedServer) -> None:
+@pytest.mark.parametrize("where", ["input", "task"])
+def test_a_worker_is_resumed_where_nothing_is_next(tmp_path: Path, server: EmbeddedServer, where: str) -> None:
     class CutSaver(RedisSaver):
+        is_cut = False
+
         def put(self, config: Any, checkpoint: Any, metadata: Any, new_versions: Any) -> Any:
             saved = super().put(config, checkpoint, metadata, new_versions)
-            if metadata["source"] == "input" and len(checkpoint["channel_values"].get("messages", ())) > 1:
+            if self.is_cut and where == "input" and metadata["source"] == "input":
                 raise KeyboardInterrupt
             return saved
 
+        def put_writes(self, config: Any, writes: Any, task_id: str, task_path: str = "") -> None:
+            super().put_writes(config, writes, task_id, task_path)
+            if self.is_cut and where == "task" and "branch:to:model" in dict(writes):
+                raise KeyboardInterrupt
+
     folder = write_tiny_chat_model(tmp_path / "model", max_position_embeddings=16_384, num_hidden_layers=2)
-    errand = kills.Errand(folder, server.state.socket, "cut", tmp_path / "runs")
+    errand = kills.Errand(folder, server.state.socket, where, tmp_path / "runs")
     settings = Settings(home=tmp_path / "home", threads=1, offline=True)
     chat = ChatDLite(model=str(folder), max_tokens=8, settings=settings)
     saver = CutSaver(server.client(), tenant=kills._TENANT)
-    config: Any = {"configurable": {"thread_id": "cut"}}
+    config: Any = {"configurable": {"thread_id": where}}
     texts = [{"messages": [HumanMessage(text)]} for text, _ in kills.script()]
     kills._graph(chat, saver, errand, 0).invoke(texts[0], config)
+    saver.is_cut = True
     second = kills._graph(chat, saver, errand, 1)
     with pytest.raises(KeyboardInterrupt):
         second.invoke(texts[1], config, durability="sync")
-    assert second.get_state(config).metadata["source"] == "input"
+    assert second.get_state(config).next == ()
     assert kills.employ(errand).is_done
-    said_texts = [message.text for message in kills._State.read(saver, "cut").messages if message.type == "ai"]
+    said_texts = [message.text for message in kills._State.read(saver, where).messages if message.type == "ai"]
     assert [text for text in said_texts if text] == ["Done: gather.", "Done: sort.", "Done: report."]
     assert kills._runs(errand.journal) == Counter(range(6))
 

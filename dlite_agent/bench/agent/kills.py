@@ -12,7 +12,7 @@ import random
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from multiprocessing.connection import Connection
@@ -280,8 +280,7 @@ def _work(errand: Errand, pipe: Connection) -> None:
     values = _graph(chat, saver, errand, 0).get_state(config)
     messages = values.values.get("messages") or []
     num_before, turn = len(messages), sum(isinstance(message, HumanMessage) for message in messages)
-    is_asked = bool(messages) and isinstance(messages[-1], HumanMessage)  # a checkpoint of an input names nothing next
-    if values.next or is_asked:
+    if values.next or not _is_answered(messages):
         _graph(chat, saver, errand, max(0, turn - 1)).invoke(None, config)
         messages = _graph(chat, saver, errand, 0).get_state(config).values["messages"]
         turn = sum(isinstance(message, HumanMessage) for message in messages)
@@ -291,6 +290,11 @@ def _work(errand: Errand, pipe: Connection) -> None:
     new = [message for message in messages[num_before:] if isinstance(message, AIMessage)]
     pipe.send(sum(message.response_metadata[METADATA_KEY]["stats"]["reused_store"] for message in new))
     close_all()
+
+
+def _is_answered(messages: Sequence[BaseMessage]) -> bool:
+    """Whether a conversation is between two turns. `next` does not tell: it leaves out tasks that have written."""
+    return not messages or (isinstance(last := messages[-1], AIMessage) and not last.tool_calls)
 
 
 def _graph(chat: ChatDLite, saver: RedisSaver, errand: Errand, turn: int) -> Any:
