@@ -194,18 +194,22 @@ def test_killed_agents_are_resumed_and_repeat_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["input", "task"])
-def test_a_worker_is_resumed_where_nothing_is_next(tmp_path: Path, server: EmbeddedServer, where: str) -> None:
+@pytest.mark.parametrize(("where", "named"), [("start", ("__start__",)), ("input", ()), ("task", ())])
+def test_a_worker_is_resumed_whatever_is_named_as_next(
+    tmp_path: Path, server: EmbeddedServer, where: str, named: tuple[str, ...]
+) -> None:
     class CutSaver(RedisSaver):
         is_cut = False
 
         def put(self, config: Any, checkpoint: Any, metadata: Any, new_versions: Any) -> Any:
             saved = super().put(config, checkpoint, metadata, new_versions)
-            if self.is_cut and where == "input" and metadata["source"] == "input":
+            if self.is_cut and where != "task" and metadata["source"] == "input":
                 raise KeyboardInterrupt
             return saved
 
         def put_writes(self, config: Any, writes: Any, task_id: str, task_path: str = "") -> None:
+            if self.is_cut and where == "start":
+                return
             super().put_writes(config, writes, task_id, task_path)
             if self.is_cut and where == "task" and "branch:to:model" in dict(writes):
                 raise KeyboardInterrupt
@@ -222,7 +226,7 @@ def test_a_worker_is_resumed_where_nothing_is_next(tmp_path: Path, server: Embed
     second = kills._graph(chat, saver, errand, 1)
     with pytest.raises(KeyboardInterrupt):
         second.invoke(texts[1], config, durability="sync")
-    assert second.get_state(config).next == ()
+    assert second.get_state(config).next == named
     assert kills.employ(errand).is_done
     said_texts = [message.text for message in kills._State.read(saver, where).messages if message.type == "ai"]
     assert [text for text in said_texts if text] == ["Done: gather.", "Done: sort.", "Done: report."]

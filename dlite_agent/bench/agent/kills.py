@@ -281,7 +281,8 @@ def _work(errand: Errand, pipe: Connection) -> None:
     messages = values.values.get("messages") or []
     num_before, turn = len(messages), sum(isinstance(message, HumanMessage) for message in messages)
     if values.next or not _is_answered(messages):
-        _graph(chat, saver, errand, max(0, turn - 1)).invoke(None, config)
+        at = turn if _is_answered(messages) else turn - 1  # its input may not be among the messages yet
+        _graph(chat, saver, errand, min(at, len(script()) - 1)).invoke(None, config)
         messages = _graph(chat, saver, errand, 0).get_state(config).values["messages"]
         turn = sum(isinstance(message, HumanMessage) for message in messages)
     for number in range(turn, len(script())):
