@@ -6,6 +6,7 @@ import gc
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -174,6 +175,12 @@ def test_a_long_prompt_holds_the_others_up_by_one_chunk(
     target = tiny_target(max_position_embeddings=4096)
     passes, scheduler = Passes(target, monkeypatch), make(target)
     short, long = new_state(target), new_state(target)
+
+    def until_callers_have_caught_up() -> None:
+        while id(long.cache) in passes.rows[-1] and not all(t.is_ready or t.is_over for t in scheduler._texts):
+            time.sleep(0.001)  # a text whose caller lags waits, as it should
+
+    monkeypatch.setattr(passes, "before", until_callers_have_caught_up)
     steps = scheduler.decode(short, NullDrafter(), Request(prompt_of(8), max_new_tokens=4000))
     next(steps)
     with ThreadPoolExecutor(2) as pool:
