@@ -72,6 +72,14 @@ def rounds_of_turn(messages: Sequence[BaseMessage]) -> list[Round]:
     return [Round(reply, tuple(results)) for reply, results in found]
 
 
+def is_turn_over(messages: Sequence[BaseMessage]) -> bool:
+    """Say whether the person may speak: nobody has spoken yet, or the model has the last word and no call is open."""
+    if not messages:
+        return True
+    has_open = any(found.open_calls or found.open_invalid_calls for found in rounds_of_turn(messages))
+    return isinstance(messages[-1], AIMessage) and not has_open
+
+
 def calls_of_turn(messages: Sequence[BaseMessage]) -> list[DoneCall]:
     """Return the calls that have results since the last human message, oldest first."""
     done = []

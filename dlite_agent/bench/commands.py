@@ -188,9 +188,8 @@ def _figures_table(headline: dict[str, Spread], reports: dict[str, ModelReport])
     for key, spread in headline.items():
         bar = BARS[key]
         by_model = [f"{r.figures[key].median:.2f}" if key in r.figures else "-" for r in reports.values()]
-        limit = f"{'<=' if bar.is_ceiling else '>='} {bar.value:g}"
         numbers = [f"{value:.2f}" for value in (spread.median, spread.min, spread.max)]
-        table.add_row(key, *numbers, limit, "holds" if bar.holds(spread.median) else "missed", *by_model)
+        table.add_row(key, *numbers, *bar.judged(spread.median), *by_model)
     return table
 
 

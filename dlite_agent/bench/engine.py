@@ -52,6 +52,10 @@ class Bar:
         """Whether a figure is good enough."""
         return figure <= self.value if self.is_ceiling else figure >= self.value
 
+    def judged(self, figure: float) -> tuple[str, str]:
+        """Return the bar as people write it, and whether a figure holds."""
+        return f"{'<=' if self.is_ceiling else '>='} {self.value:g}", "holds" if self.holds(figure) else "missed"
+
     def worst(self, spreads: Iterable[Spread]) -> Spread:
         """Return the spread whose median is furthest on the wrong side."""
         pick = max if self.is_ceiling else min

@@ -16,6 +16,7 @@ from dlite_agent.arguments import positive
 from dlite_agent.errors import ConfigError
 
 if TYPE_CHECKING:
+    from dlite_agent.bench.engine import Bar
     from dlite_agent.bench.exact import Mismatch
 
 
@@ -51,6 +52,18 @@ def stderr_writer() -> Callable[[str], None]:
     """Return what says on stderr what is being done: stdout is the table's and the JSON line's."""
     console = Console(stderr=True)
     return lambda text: console.print(text, highlight=False, markup=False)
+
+
+def figures_table(
+    figures: Mapping[str, float], spreads: Mapping[str, Mapping[str, float]], bars: Mapping[str, Bar]
+) -> Table:
+    """Tabulate figures with the least and most of those measured several times, and what each has to be."""
+    table = Table("figure", "value", "min", "max", "bar", "", box=None, padding=(0, 2, 0, 0))
+    for key, value in figures.items():
+        spread, bar = spreads.get(key), bars.get(key)
+        ends = [f"{spread[end]:.4g}" for end in ("min", "max")] if spread else ["-", "-"]
+        table.add_row(key, f"{value:.4g}", *ends, *(("-", "") if bar is None else bar.judged(value)))
+    return table
 
 
 def mismatch_fields(mismatch: Mismatch) -> dict[str, Any]:

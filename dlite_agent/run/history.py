@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, ToolMessage
+from langchain_core.messages import BaseMessage, HumanMessage, ToolMessage
 from langgraph.checkpoint.base import CheckpointTuple
 from langgraph.checkpoint.serde.types import RESUME
 from langgraph.types import StateUpdate
 
-from dlite_agent.agent.turns import closing_message, rounds_of_turn
+from dlite_agent.agent.turns import closing_message, is_turn_over, rounds_of_turn
 from dlite_agent.errors import ConfigError, SessionExistsError, UnknownSessionError
 from dlite_agent.run.approval import open_question
 from dlite_agent.run.events import ApprovalEvent, ForkedEvent, UndoneEvent
@@ -54,12 +54,10 @@ def check_thread_name(name: str) -> str:
 
 def missing_end(messages: Sequence[BaseMessage], cut: Cut) -> list[BaseMessage]:
     """Return what a conversation lacks before the person can speak again: results of open calls, and a last word."""
-    if not messages:
+    if is_turn_over(messages):
         return []
     rounds = rounds_of_turn(messages)
     open_calls = [call for turn_round in rounds for call in (*turn_round.open_calls, *turn_round.open_invalid_calls)]
-    if isinstance(messages[-1], AIMessage) and not open_calls:
-        return []
     results = [
         ToolMessage(cut.result, tool_call_id=call["id"] or "", name=call["name"] or "unknown", status="error")
         for call in open_calls

@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.table import Table
 
 from dlite_agent.arguments import positive
-from dlite_agent.bench.output import check_writable, finish, stderr_writer, with_given
+from dlite_agent.bench.output import check_writable, figures_table, finish, stderr_writer, with_given
 from dlite_agent.config import Settings
 
 if TYPE_CHECKING:
-    from dlite_agent.bench.agent.measure import AgentOptions, AgentReport
+    from dlite_agent.bench.agent.measure import AgentOptions
 
 
 def add_agent_bench(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -44,7 +43,7 @@ def add_agent_bench(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def _agent(arguments: argparse.Namespace, settings: Settings, console: Console) -> int:
     import torch
 
-    from dlite_agent.bench.agent.measure import measure
+    from dlite_agent.bench.agent.measure import bars, measure
     from dlite_agent.bench.report import json_line
 
     check_writable(arguments.json)
@@ -52,7 +51,7 @@ def _agent(arguments: argparse.Namespace, settings: Settings, console: Console) 
     torch.set_num_threads(settings.threads)
     options = _options(arguments)
     report = measure(options, settings=settings, journal_path=arguments.out, say=stderr_writer())
-    console.print(_figures_table(report, options))
+    console.print(figures_table(report.figures, report.spreads, bars(options.num_kills)))
     for text in [*report.failures, *(f"left out: {what}: {why}" for what, why in report.skipped.items())]:
         console.print(text, highlight=False, markup=False)
     figures = {key: float(f"{value:.6g}") for key, value in report.figures.items()}
@@ -80,19 +79,3 @@ def _options(arguments: argparse.Namespace) -> AgentOptions:
     }
     options = QUICK if arguments.quick else AgentOptions()
     return with_given(options, given, only=tuple(arguments.only), workloads=arguments.workloads, seed=arguments.seed)
-
-
-def _figures_table(report: AgentReport, options: AgentOptions) -> Table:
-    from dlite_agent.bench.agent.measure import bars
-
-    table = Table("figure", "value", "min", "max", "bar", "", box=None, padding=(0, 2, 0, 0))
-    limits = bars(options.num_kills)
-    for key, value in report.figures.items():
-        spread, bar = report.spreads.get(key), limits.get(key)
-        ends = [f"{spread[end]:.4g}" for end in ("min", "max")] if spread else ["-", "-"]
-        if bar is None:
-            table.add_row(key, f"{value:.4g}", *ends, "-", "")
-            continue
-        sign, verdict = "<=" if bar.is_ceiling else ">=", "holds" if bar.holds(value) else "missed"
-        table.add_row(key, f"{value:.4g}", *ends, f"{sign} {bar.value:g}", verdict)
-    return table

@@ -12,7 +12,7 @@ import random
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from multiprocessing.connection import Connection
@@ -24,6 +24,7 @@ import torch
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, ToolMessage
 
 from dlite_agent import ChatDLite, RedisSaver, SessionStore, Settings, create_dlite_agent
+from dlite_agent.agent.turns import is_turn_over
 from dlite_agent.bench.agent.replay import ScriptedReplies
 from dlite_agent.bench.journal import Journal
 from dlite_agent.bench.sessions.servers import ScratchServer
@@ -280,8 +281,9 @@ def _work(errand: Errand, pipe: Connection) -> None:
     values = _graph(chat, saver, errand, 0).get_state(config)
     messages = values.values.get("messages") or []
     num_before, turn = len(messages), sum(isinstance(message, HumanMessage) for message in messages)
-    if values.next or not _is_answered(messages):
-        at = turn if _is_answered(messages) else turn - 1  # its input may not be among the messages yet
+    is_over = is_turn_over(messages)  # `next` does not tell: it leaves out tasks that have written
+    if values.next or not is_over:
+        at = turn if is_over else turn - 1  # its input may not be among the messages yet
         _graph(chat, saver, errand, min(at, len(script()) - 1)).invoke(None, config)
         messages = _graph(chat, saver, errand, 0).get_state(config).values["messages"]
         turn = sum(isinstance(message, HumanMessage) for message in messages)
@@ -291,11 +293,6 @@ def _work(errand: Errand, pipe: Connection) -> None:
     new = [message for message in messages[num_before:] if isinstance(message, AIMessage)]
     pipe.send(sum(message.response_metadata[METADATA_KEY]["stats"]["reused_store"] for message in new))
     close_all()
-
-
-def _is_answered(messages: Sequence[BaseMessage]) -> bool:
-    """Whether a conversation is between two turns. `next` does not tell: it leaves out tasks that have written."""
-    return not messages or (isinstance(last := messages[-1], AIMessage) and not last.tool_calls)
 
 
 def _graph(chat: ChatDLite, saver: RedisSaver, errand: Errand, turn: int) -> Any:

@@ -12,11 +12,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from dlite_agent.arguments import positive
-from dlite_agent.bench.output import check_writable, finish, stderr_writer, with_given
+from dlite_agent.bench.output import check_writable, figures_table, finish, stderr_writer, with_given
 from dlite_agent.config import Settings
 
 if TYPE_CHECKING:
-    from dlite_agent.bench.sessions.measure import SessionOptions, SessionsReport
+    from dlite_agent.bench.sessions.measure import SessionOptions
 
 
 def add_sessions_bench(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -41,7 +41,7 @@ def _sessions(arguments: argparse.Namespace, settings: Settings, console: Consol
     import torch
 
     from dlite_agent.bench.report import json_line
-    from dlite_agent.bench.sessions.measure import measure
+    from dlite_agent.bench.sessions.measure import BARS, measure
 
     check_writable(arguments.json)
     check_writable(arguments.out)
@@ -50,7 +50,7 @@ def _sessions(arguments: argparse.Namespace, settings: Settings, console: Consol
     report = measure(options, settings=settings, journal_path=arguments.out, say=stderr_writer())
     if counters := report.details.get("counters"):
         console.print(_counters_table(counters))
-    console.print(_figures_table(report))
+    console.print(figures_table(report.figures, report.spreads, BARS))
     for failure in report.failures:
         console.print(failure, highlight=False, markup=False)
     figures = {key: float(f"{value:.6g}") for key, value in report.figures.items()}
@@ -87,16 +87,4 @@ def _counters_table(counters: dict[str, dict[str, int]]) -> Table:
     table = Table("crash", *names, box=None, padding=(0, 2, 0, 0))
     for kind, by_name in counters.items():
         table.add_row(escape(kind), *(str(by_name.get(name, 0)) for name in names))
-    return table
-
-
-def _figures_table(report: SessionsReport) -> Table:
-    from dlite_agent.bench.sessions.measure import BARS
-
-    table = Table("figure", "value", "min", "max", "bar", "", box=None, padding=(0, 2, 0, 0))
-    for key, value in report.figures.items():
-        spread, bar = report.spreads.get(key), BARS.get(key)
-        ends = [f"{spread[end]:.4g}" for end in ("min", "max")] if spread else ["-", "-"]
-        verdict = ("-", "") if bar is None else (f"<= {bar.value:g}", "holds" if bar.holds(value) else "missed")
-        table.add_row(key, f"{value:.4g}", *ends, *verdict)
     return table
