@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from langchain_core.messages import AIMessage, AnyMessage, HumanMessage, SystemMessage, ToolMessage
 
 from dlite_agent.errors import ConfigError
+
+_Session = TypeVar("_Session")
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,3 +144,12 @@ def _message(message: dict[str, Any]) -> AnyMessage:
         for call in message.get("tool_calls") or ()
     ]
     return AIMessage(content, tool_calls=calls)
+
+
+def taking_turns(sessions: Iterable[_Session], *, family: Callable[[_Session], str]) -> list[_Session]:
+    """Order sessions so that the families alternate: any beginning of the list has something of most of them."""
+    by_family: dict[str, list[_Session]] = {}
+    for session in sessions:
+        by_family.setdefault(family(session), []).append(session)
+    rows = zip_longest(*(by_family[name] for name in sorted(by_family)))
+    return [session for session in chain.from_iterable(rows) if session is not None]

@@ -9,12 +9,12 @@ from typing import Annotated, Any, NotRequired, TypedDict
 
 from langchain.agents.middleware import AgentMiddleware, ExtendedModelResponse
 from langchain.agents.middleware.types import AgentState, ModelRequest, ModelResponse, OmitFromInput
-from langchain_core.messages import AIMessage, BaseMessage, HumanMessage
+from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.runnables import ensure_config
 from langgraph.types import Command
 
 from dlite_agent.agent.reports import report
-from dlite_agent.agent.turns import is_summary, rounds_of_turn
+from dlite_agent.agent.turns import is_said, rounds_of_turn
 from dlite_agent.chat_model import ChatDLite
 from dlite_agent.prompting.messages import METADATA_KEY
 
@@ -111,7 +111,7 @@ def _stamp(request: ModelRequest[Any], response: ModelResponse[Any]) -> SessionS
 
 
 def _newest_turn(messages: Sequence[BaseMessage]) -> str:
-    human = (m.id for m in reversed(messages) if isinstance(m, HumanMessage) and not is_summary(m))
+    human = (m.id for m in reversed(messages) if is_said(m))
     return str(next(human, None))
 
 

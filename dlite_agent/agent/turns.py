@@ -57,6 +57,11 @@ def is_summary(message: BaseMessage) -> bool:
     return message.additional_kwargs.get("lc_source") == "summarization"
 
 
+def is_said(message: BaseMessage) -> bool:
+    """Say whether a message is the person's own."""
+    return isinstance(message, HumanMessage) and not is_summary(message)
+
+
 def rounds_of_turn(messages: Sequence[BaseMessage]) -> list[Round]:
     """Return the rounds since the last human message, oldest first.
 

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from langchain_core.messages import BaseMessage, HumanMessage
+from langchain_core.messages import BaseMessage
 
 from dlite_agent.agent.events import CallEvent, call_event
-from dlite_agent.agent.turns import is_summary
+from dlite_agent.agent.turns import is_said
 
 _SUMS = ("prefilled", "reused_store", "reused_ram", "proposed", "passes", "prefill_us", "draft_us", "target_us")
 
@@ -90,8 +90,3 @@ def last_turn(messages: Sequence[BaseMessage]) -> Sequence[BaseMessage]:
     """Return the messages from the person's last one on."""
     starts = [index for index, message in enumerate(messages) if is_said(message)]
     return messages[starts[-1] :] if starts else ()
-
-
-def is_said(message: BaseMessage) -> bool:
-    """Say whether a message is the person's own."""
-    return isinstance(message, HumanMessage) and not is_summary(message)

@@ -11,11 +11,10 @@ from langgraph.checkpoint.base import CheckpointTuple
 from langgraph.checkpoint.serde.types import RESUME
 from langgraph.types import StateUpdate
 
-from dlite_agent.agent.turns import closing_message, is_turn_over, rounds_of_turn
+from dlite_agent.agent.turns import closing_message, is_said, is_turn_over, rounds_of_turn
 from dlite_agent.errors import ConfigError, SessionExistsError, UnknownSessionError
 from dlite_agent.run.approval import open_question
 from dlite_agent.run.events import ApprovalEvent, ForkedEvent, UndoneEvent
-from dlite_agent.run.figures import is_said
 from dlite_agent.sessions.creating import fork_session
 from dlite_agent.sessions.keys import SessionName
 from dlite_agent.sessions.saver import RedisSaver

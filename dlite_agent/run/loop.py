@@ -14,6 +14,7 @@ from langgraph.types import Command
 from pydantic import ValidationError
 
 from dlite_agent.agent.events import CallEvent, PlanEvent, run_turn
+from dlite_agent.agent.turns import is_said
 from dlite_agent.errors import ConfigError, ContextLengthError, DLiteError
 from dlite_agent.run.approval import Answer, decision
 from dlite_agent.run.commands import QUIT, Commands
@@ -31,7 +32,7 @@ from dlite_agent.run.events import (
     TurnEndEvent,
     UndoneEvent,
 )
-from dlite_agent.run.figures import Figures, is_said
+from dlite_agent.run.figures import Figures
 from dlite_agent.run.history import BROKEN, STOPPED, History, missing_end
 from dlite_agent.run.inputs import Input, Message, Reader, SlashCommand
 from dlite_agent.run.stopping import Stopper

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from langchain_core.messages import AIMessage, AnyMessage, HumanMessage, SystemM
 from dlite_agent.bench.prompts import EXCERPT
 from dlite_agent.environments import LiveTask, read_live_tasks
 from dlite_agent.errors import ConfigError
-from dlite_agent.recorded import RecordedSession, read_sessions
+from dlite_agent.recorded import RecordedSession, read_sessions, taking_turns
 from dlite_agent.train.split import held_out_groups, read_groups, read_listed_ids
 
 
@@ -41,12 +40,12 @@ def dev_sessions(workloads: Path | None) -> list[RecordedSession]:
         ConfigError: If nothing can be read.
     """
     held_out = held_out_ids(workloads)
-    by_family: dict[str, list[RecordedSession]] = {}
-    for session in read_sessions(workloads or EXCERPT):
-        if session.id not in held_out and any(isinstance(message, AIMessage) for message in session.messages[1:]):
-            by_family.setdefault(session.id.split("/", 1)[0], []).append(session)
-    rows = zip_longest(*(by_family[family] for family in sorted(by_family)))
-    return [session for session in chain.from_iterable(rows) if session is not None]
+    sessions = [
+        session
+        for session in read_sessions(workloads or EXCERPT)
+        if session.id not in held_out and any(isinstance(message, AIMessage) for message in session.messages[1:])
+    ]
+    return taking_turns(sessions, family=lambda session: session.id.split("/", 1)[0])
 
 
 def dev_tasks(workloads: Path | None, kind: str) -> list[LiveTask]:

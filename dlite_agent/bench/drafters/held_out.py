@@ -7,13 +7,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain, zip_longest
 from pathlib import Path
 
 from dlite_agent.errors import ConfigError
-from dlite_agent.recorded import read_records
+from dlite_agent.recorded import read_records, taking_turns
 from dlite_agent.train.recordings import Turn, training_sessions
 
 AGENT_FAMILIES = ("bfcl", "taubench", "tau2", "tooltalk", "apibank", "openhands", "mint")
@@ -87,7 +86,7 @@ def held_out_sessions(
         )
     if not chosen:
         raise ConfigError(f"{workloads} holds no held-out session of those asked for; take another subset")
-    return _taking_turns(chosen)[:limit]
+    return taking_turns(chosen, family=lambda session: session.family)[:limit]
 
 
 def _folders(workloads: Path) -> dict[str, str]:
@@ -109,12 +108,3 @@ def _listed(workloads: Path, subset: str) -> Sequence[str]:
         return list(json.loads(path.read_text(encoding="utf-8"))[subset])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} has no readable list {subset!r} ({error!r})") from error
-
-
-def _taking_turns(sessions: Iterable[HeldOutSession]) -> list[HeldOutSession]:
-    """Order sessions so that the families alternate: any beginning of the list has something of most of them."""
-    by_family: dict[str, list[HeldOutSession]] = {}
-    for session in sessions:
-        by_family.setdefault(session.family, []).append(session)
-    rows = zip_longest(*(by_family[family] for family in sorted(by_family)))
-    return [session for session in chain.from_iterable(rows) if session is not None]
