@@ -80,7 +80,7 @@ def _models(settings: Settings) -> Iterator[Finding]:
 def _compute(settings: Settings) -> Iterator[Finding]:
     import torch
 
-    from dlite_agent.engine.linear import table_path
+    from dlite_agent.engine.row_tables import table_path
 
     torch.set_num_threads(settings.threads)
     yield Finding("threads", f"{settings.threads}, {torch.backends.cpu.get_cpu_capability()}")

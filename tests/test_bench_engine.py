@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from dlite_agent.bench import memory, passes
 from dlite_agent.bench.contest import Contender, Lap, OurSide, Results, Run, Spread, contest
@@ -27,10 +28,12 @@ from dlite_agent.bench.journal import Journal
 from dlite_agent.bench.peers import ASSISTED, PeerSide, load_stock, lookup_names, peer_contenders
 from dlite_agent.bench.peers import PLAIN as PEER_PLAIN
 from dlite_agent.bench.prompts import RecordedPrompt
+from dlite_agent.bench.verify_cost import ROWS, with_stock_products
 from dlite_agent.cli import main
 from dlite_agent.drafters.lookup import LookupDrafter
 from dlite_agent.drafters.null import NullDrafter
 from dlite_agent.engine import decode as decoding
+from dlite_agent.engine.linear import SmallRowLinear
 from dlite_agent.engine.sampling import SamplingParams, gumbel_noise, kept_tokens
 from dlite_agent.engine.target import Target
 from dlite_agent.engine.verify import Verdict, verify
@@ -383,3 +386,23 @@ def test_the_memory_of_a_prefill_counts_its_rows_apart(model: Path, tmp_path: Pa
 def test_a_process_that_measures_memory_and_fails_is_said(tmp_path: Path) -> None:
     with pytest.raises(DLiteError, match=r"config\.json"):
         memory.prefill_extra(tmp_path, num_tokens=8, num_skipped=0, num_threads=1, home=tmp_path)
+
+
+def test_the_cost_of_a_pass_is_measured_with_each_kind_of_products(
+    capsys: pytest.CaptureFixture[str], model: Path
+) -> None:
+    assert main(["bench", "verify", "--model", str(model), "--context", "16", "--repeats", "1"]) == 0
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])["figures"]
+    names = {f"{kind}_{rows}_over_1" for kind in ("ours", "stock", "exact") for rows in ROWS}
+    assert set(figures) == names
+    assert all(math.isfinite(ratio) and ratio > 0 for ratio in figures.values())
+
+
+def test_stock_products_are_those_of_transformers() -> None:
+    stock = with_stock_products(tiny_target("llama"))
+    kinds = [type(module) for module in stock.model.modules() if isinstance(module, nn.Linear | SmallRowLinear)]
+    assert set(kinds) == {nn.Linear}
+    logits = stock.forward(list(PROMPT), stock.new_cache(), num_logits=len(PROMPT)).logits
+    ours = tiny_target("llama")
+    expected = ours.forward(list(PROMPT), ours.new_cache(), num_logits=len(PROMPT)).logits
+    assert torch.allclose(logits, expected, rtol=0, atol=1e-4)

@@ -18,8 +18,9 @@ from dlite_agent.engine.attention import ROWWISE_MAX_ROWS
 from dlite_agent.engine.cache import SlabCache
 from dlite_agent.engine.decode import decode
 from dlite_agent.engine.families import RECURRENT_FAMILIES, SLAB_FAMILIES
-from dlite_agent.engine.linear import MAX_ROWS, METHODS, RowTable, SmallRowLinear, Way
+from dlite_agent.engine.linear import SmallRowLinear
 from dlite_agent.engine.packed import Segment
+from dlite_agent.engine.products import MAX_ROWS, METHODS, RowTable, Way
 from dlite_agent.engine.request import Request
 from dlite_agent.engine.rowwise import RowMode, RowwiseActivation
 from dlite_agent.engine.sampling import SamplingParams
@@ -133,10 +134,12 @@ def test_products_that_depend_on_the_number_of_rows_would_be_seen(monkeypatch: p
 
     target = tiny_target(exact=True)
     monkeypatch.setitem(METHODS, "rows", by_count)
-    for module in target.model.modules():
-        if isinstance(module, SmallRowLinear):
-            ways = tuple(Way("rows", 1 if n == 1 else MAX_ROWS, 1.0) for n in range(1, MAX_ROWS + 1))
-            module.table = RowTable(module.table.shape, ways)
+    ways = tuple(Way("rows", 1 if n == 1 else MAX_ROWS, 1.0) for n in range(1, MAX_ROWS + 1))
+    for parent in list(target.model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, SmallRowLinear):
+                table = RowTable(child.table.shape, ways)
+                setattr(parent, name, SmallRowLinear(child.stock(), table, child.mode))
     with pytest.raises(AssertionError):
         test_verify_passes_of_every_length_at_every_place_give_the_bits_of_plain_passes(target)
     with pytest.raises(AssertionError):

@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from dlite_agent.engine import linear as module
-from dlite_agent.engine.linear import (
-    MAX_ROWS,
-    METHODS,
-    RowTable,
-    SmallRowLinear,
-    Way,
-    Weights,
-    calibrate,
-    is_exact,
-    measure,
-    measure_exact,
-    row_bits,
-    table_path,
-)
+from dlite_agent.engine import products
+from dlite_agent.engine import row_tables as module
+from dlite_agent.engine.linear import SmallRowLinear, calibrate
+from dlite_agent.engine.products import MAX_ROWS, METHODS, PACKED, RowTable, Way
+from dlite_agent.engine.row_tables import Weights, is_exact, measure, measure_exact, row_bits, table_path
 from dlite_agent.engine.rowwise import RowMode
 from dlite_agent.errors import UnsupportedModelError
 
@@ -44,7 +35,7 @@ def linears_of(model: nn.Module) -> list[SmallRowLinear]:
 
 
 def weights(*same: torch.Tensor) -> Weights:
-    return Weights(same, torch.ones(1))
+    return Weights.of(same, torch.ones(1))
 
 
 def rows(num_rows: int, width: int) -> torch.Tensor:
@@ -80,15 +71,40 @@ def test_a_failing_product_leaves_the_number_of_threads_alone() -> None:
         torch.set_num_threads(before)
 
 
-def test_a_stock_linear_gives_the_very_bits_of_the_original() -> None:
+@pytest.mark.parametrize("method", METHODS)
+def test_the_original_can_be_had_back(method: str) -> None:
     linear = nn.Linear(33, 21).requires_grad_(False)
-    small = SmallRowLinear(linear, RowTable((21, 33), (Way("columns", 16, 0.0),) * MAX_ROWS))
-    small.is_stock = True
+    original = linear.weight.clone()
+    small = SmallRowLinear(linear, RowTable((21, 33), (Way(method, 16, 0.0),) * MAX_ROWS))
     x = rows(5, 33)
-    assert torch.equal(small(x), linear(x))
+    assert torch.equal(small.stock()(x), linear(x))
+    assert (small.weight is None) == (method == PACKED)
+    assert {name: tensor.shape for name, tensor in small.state_dict().items()} == {"weight": (21, 33), "bias": (21,)}
+    assert torch.equal(small.state_dict()["weight"], original)
 
 
-def test_a_calibrated_model_computes_what_it_did() -> None:
+def test_a_weight_that_others_read_stays_beside_its_packed_form() -> None:
+    linear = nn.Linear(33, 21).requires_grad_(False)
+    weight = linear.weight
+    small = SmallRowLinear(linear, RowTable((21, 33), (Way(PACKED, 16, 0.0),) * MAX_ROWS), keeps_plain=True)
+    assert small.weight is weight
+    assert small.stock().weight.data_ptr() == weight.data_ptr()
+
+
+def test_packed_and_plain_ways_can_serve_one_layer() -> None:
+    linear = nn.Linear(33, 21).requires_grad_(False)
+    ways = (Way("columns", 2, 0.0), Way("rows", 1, 0.0), *[Way(PACKED, 4, 0.0)] * (MAX_ROWS - 2))
+    small = SmallRowLinear(linear, RowTable((21, 33), ways))
+    for num_rows in (1, 2, 3, 7, MAX_ROWS, MAX_ROWS + 1):
+        x = rows(num_rows, 33)
+        assert torch.allclose(small(x), linear(x), rtol=0, atol=1e-5)
+    assert small.weight is linear.weight
+    assert list(small.state_dict()) == ["weight", "bias"]
+
+
+@pytest.mark.parametrize("methods", [[PACKED], [name for name in METHODS if name != PACKED]], ids=["packed", "plain"])
+def test_a_calibrated_model_computes_what_it_did(monkeypatch: pytest.MonkeyPatch, methods: list[str]) -> None:
+    monkeypatch.setattr(module, "METHODS", {name: METHODS[name] for name in methods})
     model, original = small_model(), small_model()
     tables = calibrate(model)
     assert set(tables) == SHAPES
@@ -96,15 +112,26 @@ def test_a_calibrated_model_computes_what_it_did() -> None:
     for num_rows in range(1, MAX_ROWS + 2):
         x = rows(num_rows, 33)
         assert torch.allclose(model[0](x), original[0](x), rtol=0, atol=1e-5)
-    assert [name for name, _ in model.named_parameters()] == [name for name, _ in original.named_parameters()]
+    assert list(model.state_dict()) == list(original.state_dict())
+    assert all(torch.equal(tensor, original.state_dict()[name]) for name, tensor in model.state_dict().items())
 
 
-def test_the_weights_are_not_copied() -> None:
-    model, original = small_model(), small_model()
+def test_plain_weights_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "METHODS", {name: METHODS[name] for name in METHODS if name != PACKED})
+    model = small_model()
     before = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
     calibrate(model)
     assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == before
-    assert sum(t.numel() for t in model.state_dict().values()) == sum(t.numel() for t in original.parameters())
+
+
+def test_plain_weights_go_when_packed_ones_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "METHODS", {PACKED: METHODS[PACKED]})
+    model = small_model()
+    plain = [weakref.ref(linear.weight) for linear in model.modules() if isinstance(linear, nn.Linear)]
+    shared = model[1][1]
+    calibrate(model, shared=shared)
+    assert [weight() is not None for weight in plain] == [False, False, True]
+    assert [linear.weight is not None for linear in linears_of(model)] == [False, False, True]
 
 
 def fake_times(monkeypatch: pytest.MonkeyPatch, times: dict[tuple[str, int, int], float]) -> None:
@@ -142,8 +169,9 @@ def test_products_are_timed_in_a_row_after_the_caches_were_emptied(monkeypatch: 
         seen.append("multiplied")
         return torch.mm(x, weight.t())
 
+    monkeypatch.setitem(METHODS, "rows", multiply)
     monkeypatch.setattr(module, "METHODS", {"rows": multiply})
-    measure(Weights([torch.randn(3, 5), torch.randn(3, 5)], torch.ones(1).as_subclass(Between)))
+    measure(Weights.of([torch.randn(3, 5), torch.randn(3, 5)], torch.ones(1).as_subclass(Between)))
     assert seen.pop(0) == "multiplied"  # does the method work at all
     assert seen == ["emptied", "multiplied", "multiplied"] * (len(seen) // 3)
 
@@ -180,6 +208,48 @@ def test_a_method_that_this_build_lacks_is_left_out(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(METHODS, "onednn", missing)
     table = measure(weights(torch.randn(3, 5)))
     assert "onednn" not in {way.method for way in table.ways}
+
+
+def test_a_method_that_is_wrong_here_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    table = RowTable((7, 33), (Way("rows", 1, 1.0),) * MAX_ROWS)
+    module._store(table_path(tmp_path, torch.float32), {(7, 33): table})
+    monkeypatch.setitem(METHODS, "rows", lambda x, weight: torch.mm(x, weight.t()) + 1)
+    assert "rows" not in {way.method for way in measure(weights(torch.randn(3, 5))).ways}
+    assert "rows" not in {way.method for way in calibrate(small_model(), folder=tmp_path)[7, 33].ways}
+
+
+@pytest.mark.parametrize("error", [RuntimeError, AttributeError])
+def test_a_build_that_cannot_pack_multiplies_plain_weights(
+    monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    def missing(weight: torch.Tensor) -> torch.Tensor:
+        raise error("no such layout")
+
+    monkeypatch.setattr(module, "pack", missing)
+    for mode in (None, RowMode()):
+        assert not any(table.wants_packed for table in calibrate(small_model(), mode=mode).values())
+
+
+PLAIN_TIMES = {("columns", 2, 0): 1.0, ("rows", 8, 0): 3.0}
+
+
+@pytest.mark.parametrize(
+    ("packed", "wants_packed", "wants_plain"),
+    [
+        ({(PACKED, 4, 0): 1.02, (PACKED, 8, 0): 2.0}, True, False),  # as good for one row, better for eight
+        ({(PACKED, 4, 0): 2.1, (PACKED, 8, 0): 3.1}, False, True),
+        ({(PACKED, 4, 0): 1.3, (PACKED, 8, 0): 2.0}, True, True),  # worse for one row, better for eight
+    ],
+)
+def test_one_copy_of_the_weights_is_kept_unless_both_are_worth_it(
+    monkeypatch: pytest.MonkeyPatch, packed: dict[tuple[str, int, int], float], wants_packed: bool, wants_plain: bool
+) -> None:
+    fake_times(monkeypatch, PLAIN_TIMES | packed)
+    table = measure(weights(torch.zeros(3, 5)))
+    assert (table.wants_packed, table.wants_plain) == (wants_packed, wants_plain)
+    monkeypatch.setattr(module, "_SMALL_BYTES", 59)
+    table = measure(weights(torch.zeros(3, 5)))  # 60 bytes
+    assert table.wants_packed != table.wants_plain
 
 
 def test_a_stored_table_is_taken_and_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,7 +406,8 @@ def test_ways_that_agree_to_the_last_bit_serve_together(monkeypatch: pytest.Monk
     def row_by_row(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return torch.stack([(weight.double() @ row.double()).float() for row in x])
 
-    monkeypatch.setattr(module, "METHODS", {"one": row_by_row, "two": row_by_row})
+    monkeypatch.setattr(products, "METHODS", {"one": row_by_row, "two": row_by_row})
+    monkeypatch.setattr(module, "METHODS", products.METHODS)
     fake_times(monkeypatch, {("one", 1, 0): 1.0, ("two", 8, 0): 2.5})
     table = measure_exact(weights(torch.randn(21, 33)))
     chosen = [(way.method, way.num_rows) for way in table.ways[:8]]
@@ -356,6 +427,7 @@ def test_a_kernel_whose_rows_depend_on_places_or_neighbours_is_seen(
 
 @pytest.mark.parametrize("kernel", [by_place, by_neighbour])
 def test_with_no_other_kernel_rows_are_multiplied_one_by_one(monkeypatch: pytest.MonkeyPatch, kernel: object) -> None:
+    monkeypatch.setitem(METHODS, "rows", kernel)
     monkeypatch.setattr(module, "METHODS", {"rows": kernel})
     assert {way.num_rows for way in measure_exact(weights(torch.randn(21, 33))).ways} == {1}
 
@@ -367,6 +439,7 @@ def test_a_kernel_that_never_repeats_its_bits_is_refused(monkeypatch: pytest.Mon
         calls.append(1)
         return torch.mm(x, weight.t()) + len(calls) * 2**-12
 
+    monkeypatch.setitem(METHODS, "rows", restless)
     monkeypatch.setattr(module, "METHODS", {"rows": restless})
     with pytest.raises(UnsupportedModelError, match=r"7x33.*exact"):
         calibrate(small_model(), mode=RowMode())

@@ -85,7 +85,7 @@ def _verify(arguments: argparse.Namespace, settings: Settings, console: Console)
     import torch
 
     from dlite_agent.bench.report import json_line
-    from dlite_agent.bench.verify_cost import ROWS, measure
+    from dlite_agent.bench.verify_cost import ROWS, measure, with_stock_products
     from dlite_agent.engine.target import Target
     from dlite_agent.models import progress_bars, resolve
 
@@ -93,13 +93,14 @@ def _verify(arguments: argparse.Namespace, settings: Settings, console: Console)
     with progress_bars() as progress:
         folder = resolve(arguments.model, settings=settings, progress=progress)
     quantize: Quantization | None = "int8" if arguments.quantize == "int8" else None
-    target = Target.load(folder, quantize=quantize, cache_dir=settings.home / "calibration")
-    if arguments.context > target.max_positions - ROWS[-1]:
-        raise ConfigError(f"--context {arguments.context}; this model has room for {target.max_positions - ROWS[-1]}")
-    exact = None  # int8 always is
-    if quantize is None:
-        exact = Target.load(folder, exact=True, cache_dir=settings.home / "calibration")
-    costs = measure(target, context=arguments.context, repeats=arguments.repeats, exact=exact)
+    calibration = settings.home / "calibration"
+    targets = {"ours": Target.load(folder, quantize=quantize, cache_dir=calibration)}
+    if arguments.context > (room := targets["ours"].max_positions - ROWS[-1]):
+        raise ConfigError(f"--context {arguments.context}; this model has room for {room}")
+    if quantize is None:  # int8 is exact, and has no stock products
+        targets["stock"] = with_stock_products(Target.load(folder, cache_dir=calibration))
+        targets["exact"] = Target.load(folder, exact=True, cache_dir=calibration)
+    costs = measure(targets, context=arguments.context, repeats=arguments.repeats)
     table = Table("products", "rows", "median ms", "min", "max", "over our 1 row", box=None, padding=(0, 2, 0, 0))
     plain = costs["ours"][0].median_ms
     figures = {}

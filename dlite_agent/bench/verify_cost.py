@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -11,7 +11,7 @@ from dlite_agent.engine.cache import SlabCache
 from dlite_agent.engine.linear import SmallRowLinear
 from dlite_agent.engine.target import Target
 
-ROWS = (1, 2, 4, 8, 16)
+ROWS = (1, 2, 4, 6, 8, 16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,28 +24,32 @@ class PassCost:
     max_ms: float
 
 
-def measure(target: Target, *, context: int, repeats: int, exact: Target | None = None) -> dict[str, list[PassCost]]:
-    """Time passes over `context` cached rows, the variants interleaved.
+def measure(variants: Mapping[str, Target], *, context: int, repeats: int) -> dict[str, list[PassCost]]:
+    """Time passes over `context` cached rows, the variants of a target interleaved.
 
     Args:
-        target: Measured with its small-row products ("ours") and with the stock ones ("stock").
+        variants: By name.
         context: Rows in the cache.
         repeats: Timings per figure.
-        exact: The same model with exact=True, measured as "exact"; None leaves that out.
     """
-    layers = [module for module in target.model.modules() if isinstance(module, SmallRowLinear)]
-    variants = {"ours": target} | ({"stock": target} if layers else {}) | ({} if exact is None else {"exact": exact})
     caches = {name: _filled_cache(variant, context) for name, variant in variants.items()}
     times: dict[tuple[str, int], list[float]] = {}
     for repeat in range(repeats + 1):  # the first round warms up
         for name, variant in variants.items():
-            _set_stock(layers, name == "stock")
             for rows in ROWS:
                 elapsed = pass_ms(variant, caches[name], rows)
                 if repeat:
                     times.setdefault((name, rows), []).append(elapsed)
-    _set_stock(layers, False)
     return {name: [_cost(rows, times[name, rows]) for rows in ROWS] for name in variants}
+
+
+def with_stock_products(target: Target) -> Target:
+    """Give a target back the linears that transformers made; returns the same target."""
+    for parent in list(target.model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, SmallRowLinear):
+                setattr(parent, name, child.stock())
+    return target
 
 
 def _filled_cache(target: Target, context: int) -> SlabCache:
@@ -66,8 +70,3 @@ def pass_ms(target: Target, cache: SlabCache, rows: int) -> float:
     elapsed = (time.perf_counter() - start) * 1e3
     cache.crop_to(before)
     return elapsed
-
-
-def _set_stock(layers: Sequence[SmallRowLinear], is_stock: bool) -> None:
-    for layer in layers:
-        layer.is_stock = is_stock

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import functional
 
 from dlite_agent.drafters.draws import Draws, draft_places, likeliest
-from dlite_agent.drafters.layers import Layer, Linear, RMSNorm, Rope, Shape, rope_tables
+from dlite_agent.drafters.layers import Layer, RMSNorm, Rope, Shape, rope_tables
 from dlite_agent.drafters.protocol import DraftView, Proposal
 from dlite_agent.errors import ConfigError
 
@@ -118,23 +118,23 @@ class SequentialHead(nn.Module):
         rank, width = config.sequential_rank, config.hidden_size
         self.rank = rank
         if config.version == AGENT_V1:
-            self.prev_token_proj = Linear(width, rank, bias=False)
+            self.prev_token_proj = nn.Linear(width, rank, bias=False)
         else:
             self.prev_token_embedding = nn.Embedding(config.vocab_size, rank)
-        self.state_proj = Linear(2 * rank, 2 * rank)
-        self.state_hidden_mlp = Linear(rank + width, rank)
-        self.output_proj = Linear(rank, config.draft_vocab_size or config.vocab_size, bias=False)
+        self.state_proj = nn.Linear(2 * rank, 2 * rank)
+        self.state_hidden_mlp = nn.Linear(rank + width, rank)
+        self.output_proj = nn.Linear(rank, config.draft_vocab_size or config.vocab_size, bias=False)
         if config.has_confidence:
-            self.confidence_proj = Linear(rank + width, 1)
+            self.confidence_proj = nn.Linear(rank + width, 1)
 
     def start(self, batch: int) -> torch.Tensor:
         """Return the zero state `[batch, r]`."""
-        return self.state_proj.weight.new_zeros(batch, self.rank)
+        return self.state_proj.bias.new_zeros(batch, self.rank)
 
     def previous(self, tokens: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
         """Return what stands for previous `tokens [...]`, `[..., r]`; `embedding [vocab, d]` is the target's."""
         if hasattr(self, "prev_token_proj"):
-            rows = functional.embedding(tokens, embedding).to(self.state_proj.weight.dtype)
+            rows = functional.embedding(tokens, embedding).to(self.state_proj.bias.dtype)
             projected: torch.Tensor = self.prev_token_proj(rows)
             return projected
         looked_up: torch.Tensor = self.prev_token_embedding(tokens)

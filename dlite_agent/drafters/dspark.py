@@ -16,8 +16,16 @@ from torch import nn
 from torch.nn import functional
 
 from dlite_agent.drafters.draws import Draws
-from dlite_agent.drafters.history import Before, HistoryConfig, HistoryModel, KeyValues, Rows, head_logits
-from dlite_agent.drafters.layers import Linear, RMSNorm
+from dlite_agent.drafters.history import (
+    Before,
+    HistoryConfig,
+    HistoryModel,
+    KeyValues,
+    Rows,
+    head_logits,
+    rows_as_linear,
+)
+from dlite_agent.drafters.layers import RMSNorm
 from dlite_agent.drafters.protocol import DraftView, Proposal, TextKey
 
 _MAX_PENDING = 512
@@ -29,12 +37,12 @@ class DSparkModel(HistoryModel):
     def __init__(self, config: HistoryConfig) -> None:
         super().__init__(config)
         width, rank = config.hidden_size, config.rank
-        self.fuse = Linear(len(config.target_layer_ids) * width, width, bias=False)
+        self.fuse = nn.Linear(len(config.target_layer_ids) * width, width, bias=False)
         self.context_norm = RMSNorm(width, eps=config.rms_norm_eps)
         self.mask_embedding = nn.Parameter(torch.zeros(width))
-        self.prev_token_proj = Linear(width, rank, bias=False)
-        self.markov_proj = Linear(rank, config.draft_vocab_size, bias=False)
-        self.confidence_proj = Linear(width + rank, 1)
+        self.prev_token_proj = nn.Linear(width, rank, bias=False)
+        self.markov_proj = nn.Linear(rank, config.draft_vocab_size, bias=False)
+        self.confidence_proj = nn.Linear(width + rank, 1)
 
     def read(self, features: torch.Tensor, *, start: int) -> list[Rows]:
         """Return each layer's keys and values of context rows.
@@ -101,7 +109,7 @@ class DSparkDrafter:
         """Pair a model with its target's `embedding [vocab, d]` and output rows `head [vocab, d]`."""
         self.model = model.eval().requires_grad_(False)
         self.embedding = embedding
-        self.head = head[model.draft_to_target.long()]
+        self.head = rows_as_linear(head[model.draft_to_target.long()])
         self._histories: weakref.WeakKeyDictionary[TextKey, _History] = weakref.WeakKeyDictionary()
 
     def state_bytes(self) -> int:
@@ -155,7 +163,7 @@ class DSparkDrafter:
         draws = Draws([view], self.model.draft_to_target, vocab_size=len(self.embedding))
         tokens = [anchor]
         sure = []
-        base = head_logits(hidden[:num_tokens], self.head)
+        base = self.head(hidden[:num_tokens])
         for k in range(num_tokens):
             previous = self.model.previous(tokens[-1], self.embedding)
             tokens.append(draws.choose(k, base[k : k + 1] + self.model.markov_proj(previous)))

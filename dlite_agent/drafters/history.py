@@ -199,3 +199,10 @@ def _mask(positions: torch.Tensor, num_before: int, *, is_causal: bool) -> torch
 def head_logits(hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
     """Return `[..., V_d]` from `hidden [..., d]` and the target's own output rows `head [V_d, d]`."""
     return functional.linear(hidden, head)
+
+
+def rows_as_linear(head: torch.Tensor) -> nn.Sequential:
+    """Return a module that does what `head_logits` does, for drafting; training shares the rows as they are."""
+    linear = nn.Linear(head.shape[1], head.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(head, requires_grad=False)
+    return nn.Sequential(linear)

@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional
 
 from dlite_agent.drafters.draws import Draws, draft_places
-from dlite_agent.drafters.history import Before, HistoryConfig, HistoryModel, KeyValues, Rows, head_logits
+from dlite_agent.drafters.history import Before, HistoryConfig, HistoryModel, KeyValues, Rows, rows_as_linear
 from dlite_agent.drafters.protocol import DraftView, Proposal, TextKey
 
 _CHUNK = 512
@@ -57,7 +57,7 @@ class IndependentDrafter:
         """Pair a model with its target's `embedding [vocab, d]` and output rows `head [vocab, d]`."""
         self.model = model.eval().requires_grad_(False)
         self.embedding = embedding
-        self.head = head[model.draft_to_target.long()]
+        self.head = rows_as_linear(head[model.draft_to_target.long()])
         self._histories: weakref.WeakKeyDictionary[TextKey, _History] = weakref.WeakKeyDictionary()
 
     def state_bytes(self) -> int:
@@ -80,7 +80,7 @@ class IndependentDrafter:
         tokens: list[int] = []
         confidence: list[float] = []
         while True:
-            logits = head_logits(hidden[-1:], self.head)
+            logits = self.head(hidden[-1:])
             token = draws.choose(len(view.drafted) + len(tokens), logits)
             place = draft_places(token, self.model.draft_to_target)[0]
             confidence.append(float(torch.softmax(logits.float(), dim=-1)[0, place]))

@@ -1,9 +1,8 @@
-"""Building blocks of drafters: Qwen3-style attention and MLP, quick for the few rows of a draft."""
+"""Building blocks of drafters: Qwen3-style attention and MLP."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import nn
@@ -20,7 +19,6 @@ _SIZES = (
     "head_dim",
     "vocab_size",
 )
-_FEW_ROWS = 32
 
 Rope = tuple[torch.Tensor, torch.Tensor]
 """Cos and sin `[T, head_dim]` of T positions."""
@@ -66,36 +64,12 @@ class Shape:
             )
 
 
-class Linear(nn.Linear):
-    """An `nn.Linear` that is fast for the few rows of a draft on a CPU; training goes the usual way."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply to `x [..., in]`."""
-        num_rows = x.numel() // self.in_features
-        is_plain = x.device.type != "cpu" or x.dtype != torch.float32 or torch.is_grad_enabled()
-        if num_rows > _FEW_ROWS or is_plain or not _has_onednn():
-            return super().forward(x)
-        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], None)
-        return y
-
-
 class RMSNorm(nn.RMSNorm):
     """An `nn.RMSNorm` that computes in its weight's type, whatever the products before it were made in."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Apply to `x [..., d]`."""
         return super().forward(x.to(self.weight.dtype))
-
-
-@lru_cache(maxsize=1)
-def _has_onednn() -> bool:
-    """Whether this build of torch multiplies with oneDNN, which reads a weight for few rows up to twice as fast."""
-    one = torch.ones(1, 1)
-    try:
-        torch.ops.mkldnn._linear_pointwise(one, one, None, "none", [], None)
-    except (RuntimeError, AttributeError):
-        return False
-    return True
 
 
 def rope_tables(positions: torch.Tensor, *, head_dim: int, theta: float, dtype: torch.dtype) -> Rope:
@@ -125,10 +99,10 @@ class Attention(nn.Module):
         super().__init__()
         width, head_dim, bias = shape.hidden_size, shape.head_dim, shape.attention_bias
         self.head_dim = head_dim
-        self.q_proj = Linear(width, shape.num_attention_heads * head_dim, bias=bias)
-        self.k_proj = Linear(width, shape.num_key_value_heads * head_dim, bias=bias)
-        self.v_proj = Linear(width, shape.num_key_value_heads * head_dim, bias=bias)
-        self.o_proj = Linear(shape.num_attention_heads * head_dim, width, bias=bias)
+        self.q_proj = nn.Linear(width, shape.num_attention_heads * head_dim, bias=bias)
+        self.k_proj = nn.Linear(width, shape.num_key_value_heads * head_dim, bias=bias)
+        self.v_proj = nn.Linear(width, shape.num_key_value_heads * head_dim, bias=bias)
+        self.o_proj = nn.Linear(shape.num_attention_heads * head_dim, width, bias=bias)
         self.q_norm = RMSNorm(head_dim, eps=shape.rms_norm_eps)
         self.k_norm = RMSNorm(head_dim, eps=shape.rms_norm_eps)
 
@@ -160,9 +134,9 @@ class Mlp(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.gate_proj = Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.up_proj = Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.down_proj = Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Apply to `x [..., d]`."""

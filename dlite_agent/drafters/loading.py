@@ -121,16 +121,23 @@ def _names_of(target: Target) -> set[str]:
 def _load_dlite(folder: Path, target: Target) -> DLiteDrafter:
     model = checkpoint.load(folder, dtype=target.dtype)
     _fit(model.config, target)
-    return DLiteDrafter(model.to(target.device), target.embedding)
+    drafter = DLiteDrafter(model.to(target.device), target.embedding)
+    target.calibrate(drafter.model)
+    return drafter
 
 
 def _load_baseline(folder: Path, target: Target) -> DSparkDrafter | IndependentDrafter:
     model = baselines.load(folder, dtype=target.dtype).to(target.device)
     _fit(model.config, target)
+    drafter: DSparkDrafter | IndependentDrafter
     if isinstance(model, DSparkModel):
-        return DSparkDrafter(model, target.embedding, target.head)
-    assert isinstance(model, IndependentModel)
-    return IndependentDrafter(model, target.embedding, target.head)
+        drafter = DSparkDrafter(model, target.embedding, target.head)
+    else:
+        assert isinstance(model, IndependentModel)
+        drafter = IndependentDrafter(model, target.embedding, target.head)
+    for module in (drafter.model, drafter.head):
+        target.calibrate(module)
+    return drafter
 
 
 def _fit(config: DLiteConfig | HistoryConfig, target: Target) -> None:

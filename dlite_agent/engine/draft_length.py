@@ -18,7 +18,7 @@ from operator import mul
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from dlite_agent.engine.linear import table_path, write_calibration
+from dlite_agent.engine.row_tables import table_path, write_calibration
 
 if TYPE_CHECKING:
     from dlite_agent.engine.drafting import Draft

@@ -24,9 +24,11 @@ from dlite_agent.engine import attention, int8
 from dlite_agent.engine.cache import SlabCache
 from dlite_agent.engine.families import refuse_inexact
 from dlite_agent.engine.lean import make_lean
-from dlite_agent.engine.linear import RowTable, calibrate, write_calibration
+from dlite_agent.engine.linear import calibrate
 from dlite_agent.engine.packed import PackedCache, Segment
+from dlite_agent.engine.products import RowTable
 from dlite_agent.engine.recurrent import RECURRENT_LAYER_TYPES, RecurrentCache
+from dlite_agent.engine.row_tables import write_calibration
 from dlite_agent.engine.rowwise import RowMode, separate_rows
 from dlite_agent.errors import ConfigError, CorruptModelError, UnsupportedModelError
 
@@ -106,6 +108,7 @@ class Target:
         self.max_positions: int = model.config.max_position_embeddings
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
+        self._cache_dir = cache_dir
         self.layer_ids: tuple[int, ...] = ()
         self._taps: list[_Tap] = []
         if quantize == "int8":
@@ -115,7 +118,9 @@ class Target:
             mode = RowMode()
             mode.watch(model)
             separate_rows(model, mode)
-        self.row_tables: dict[tuple[int, int], RowTable] = calibrate(model, folder=cache_dir, mode=mode)
+        self.row_tables: dict[tuple[int, int], RowTable] = calibrate(
+            model, folder=cache_dir, mode=mode, shared=model.get_output_embeddings()
+        )
         make_lean(model)
         self.tap(pivot_layer_ids(self.num_layers, min(_DEFAULT_NUM_FEATURES, self.num_layers)))
 
@@ -191,6 +196,10 @@ class Target:
             tap.remove()
         self._taps = [_Tap(module) for module in modules]
         self.layer_ids = tuple(layer_ids)
+
+    def calibrate(self, module: nn.Module) -> None:
+        """Let the linears inside a module, a drafter's say, multiply few rows as fast as this machine can."""
+        calibrate(module, folder=self._cache_dir)
 
     @property
     def is_packable(self) -> bool:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from dlite_agent.drafters.dlite import DLiteConfig, DLiteModel
-from dlite_agent.drafters.layers import Linear, RMSNorm, Rope, rope_tables
+from dlite_agent.drafters.layers import RMSNorm, Rope, rope_tables
 from dlite_agent.errors import ConfigError
 from dlite_agent.train.anchors import Batch
 
@@ -31,7 +31,7 @@ class Teacher(nn.Module):
         super().__init__()
         self.net = DLiteModel(config)
         self.window = window
-        self.window_fuse = Linear(_NUM_FUSED * config.hidden_size, config.hidden_size, bias=False)
+        self.window_fuse = nn.Linear(_NUM_FUSED * config.hidden_size, config.hidden_size, bias=False)
         self.window_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def hidden(
