@@ -12,6 +12,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal
 
 from langchain_core.exceptions import OutputParserException
+from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
 from langchain_core.output_parsers.openai_tools import JsonOutputKeyToolsParser, PydanticToolsParser
@@ -22,7 +23,6 @@ from langchain_core.utils.pydantic import is_basemodel_subclass
 from dlite_agent.errors import ConfigError, DLiteError, UnsupportedSchemaError
 
 if TYPE_CHECKING:
-    from dlite_agent.chat_model import ChatDLite
     from dlite_agent.constraints import GrammarFactory
     from dlite_agent.engine.constraint import TokenConstraint
     from dlite_agent.prompting.dialects import Dialect
@@ -72,7 +72,7 @@ def response_schema(response_format: Any) -> Mapping[str, Any] | None:
 
 
 def structured_output(
-    model: ChatDLite,
+    model: BaseChatModel,
     schema: Any,
     *,
     method: Method,

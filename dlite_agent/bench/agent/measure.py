@@ -65,7 +65,7 @@ class AgentOptions:
     """
 
     model: str = "qwen2.5-coder-0.5b"
-    drafter: str = "lookup"
+    drafter: str = "auto"
     only: Sequence[str] = ()
     workloads: Path | None = None
     num_tasks: int | None = None
