@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 from dlite_agent.errors import SessionExistsError, UnknownSessionError
 from dlite_agent.sessions.client import translated
-from dlite_agent.sessions.heads import name_fields
+from dlite_agent.sessions.heads import first_fence, name_fields
 from dlite_agent.sessions.keys import SessionName
 from dlite_agent.sessions.records import Snapshot
 from dlite_agent.sessions.store import SessionStore
@@ -97,9 +96,9 @@ def create_session(
         SessionExistsError: If there is a head already; nothing is changed.
     """
     keys = [store.keys.head(sid), store.keys.snapshot(sid, snapshot.snapshot_id)]
-    fence = int(time.time())  # above the fence of any worker that held a removed session of this name
     record = store.codec.pack_snapshot(snapshot)
-    args: list[bytes | str | int] = [record, store.ttl_s, fence, version, snapshot.snapshot_id, *name_fields(name)]
+    args: list[bytes | str | int] = [record, store.ttl_s, first_fence(), version, snapshot.snapshot_id]
+    args += name_fields(name)
     with translated("making a session"):
         is_made = store.client.register_script(_CREATE)(keys=keys, args=args)
     if not is_made:

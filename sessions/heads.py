@@ -31,15 +31,26 @@ local function number(text)
 end
 """
 
-# KEYS: head. ARGV: ttl, a fence for a damaged head, then thread id and namespace if known. Any earlier lease is stale
-# from now on. Another type of value shows as an error of HMGET: a user needs no right to ask for the type.
-_ACQUIRE = f"""{_NUMBER}
+# Another type of value shows as an error of HMGET: a user needs no right to ask for the type. Any other error says
+# nothing of the head.
+_IS_DAMAGE = """
+local function is_damage(head)
+  return string.find(head['err'], 'WRONGTYPE', 1, true)
+end
+"""
+
+# KEYS: head. ARGV: ttl, a fence for a head that is made anew, then thread id and namespace if known. Any earlier lease
+# is stale from now on.
+_ACQUIRE = f"""{_NUMBER}{_IS_DAMAGE}
 local damaged = 0
 local head = redis.pcall('HMGET', KEYS[1], 'fence', 'version', 'snapshot')
 if head['err'] then
+  if not is_damage(head) then
+    return head
+  end
   head = {{'damaged'}}
 end
-local fence, version, snapshot = number(head[1]), number(head[2]), head[3] or ''
+local fence, version, snapshot = number(head[1] or ARGV[2]), number(head[2]), head[3] or ''
 if not fence or not version or (snapshot ~= '' and not string.match(snapshot, '^%x+$')) then
   redis.call('UNLINK', KEYS[1])
   fence, version, snapshot, damaged = tonumber(ARGV[2]), 0, '', 1
@@ -54,13 +65,13 @@ return {{fence, version, snapshot, damaged, KEYS[1]}}
 """
 
 # KEYS: head. ARGV: fence, version, nonce, snapshot, ttl. A head that was lost is not made anew by an old lease.
-_COMMIT = f"""{_NUMBER}
+_COMMIT = f"""{_NUMBER}{_IS_DAMAGE}
 local head = redis.pcall('HMGET', KEYS[1], 'fence', 'version', 'nonce')
-if head['err'] then
-  return {{'sibling', 0, ARGV[3]}}
+if head['err'] and not is_damage(head) then
+  return head
 end
 local fence, version = number(head[1]), number(head[2])
-if not fence or not version then
+if not head[1] or not fence or not version then
   return {{'sibling', 0, ARGV[3]}}
 end
 if head[3] == ARGV[3] then
@@ -113,7 +124,7 @@ class Heads:
         """Take a session over; a damaged head is made anew, and counted."""
         key = self._keys.head(sid)
         with translated("acquiring the session"):
-            reply = self._acquire(keys=[key], args=[self._ttl_s, int(time.time()), *name_fields(name)])
+            reply = self._acquire(keys=[key], args=[self._ttl_s, first_fence(), *name_fields(name)])
         fields = self._answered(reply, key.encode(), length=5)
         fence, version, snapshot, is_damaged = cast(tuple[int, int, bytes, int], tuple(fields))
         if is_damaged:
@@ -181,6 +192,11 @@ def drop_connections(client: RedisClient) -> None:
         client.connection_pool.disconnect(inuse_connections=False)
     else:
         client.disconnect_connection_pools()  # type: ignore[no-untyped-call]
+
+
+def first_fence() -> int:
+    """Return a fence for a head that is made anew, above that of any lease on a head of this session before it."""
+    return int(time.time() * 1e5)  # in seconds, or from one on, an old lease would soon meet its own number again
 
 
 def name_fields(name: SessionName | None) -> list[bytes]:

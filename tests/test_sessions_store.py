@@ -205,6 +205,32 @@ def test_a_deleted_session_is_not_brought_back_by_an_old_lease(store: SessionSto
     assert store.get_snapshot(other, first.id) == first.snapshot
 
 
+def test_a_session_removed_in_its_first_turn_is_not_brought_back(store: SessionStore) -> None:
+    turn = Turn([1, 2, 3], [3])
+    lease = store.acquire(SID)
+    store.delete_session(SID)
+    assert store.commit(lease, turn.snapshot, blocks=turn.blocks, pivot=turn.pivot).status == "sibling"
+    assert store.head(SID) is None
+
+
+@pytest.mark.parametrize("num_turns", [0, 1])
+def test_a_lease_on_a_removed_session_is_stale_where_the_name_is_used_again(
+    store: SessionStore, num_turns: int
+) -> None:
+    old, new = Turn([1, 2, 3], [3]), Turn([1, 2, 4], [3])
+    stale = store.acquire(SID)
+    for _ in range(num_turns):
+        stale = store.commit(stale, old.snapshot, blocks=old.blocks, pivot=old.pivot).lease
+    store.delete_session(SID)
+    lease = store.acquire(SID)
+    for _ in range(num_turns):
+        lease = store.commit(lease, new.snapshot, blocks=new.blocks, pivot=new.pivot).lease
+    late = Turn([1, 2, 3, 5], [4])
+    with pytest.raises(FencedError):
+        store.commit(stale, late.snapshot, blocks=late.blocks, pivot=late.pivot)
+    assert store.head(SID) == lease
+
+
 def flip(record: bytes) -> bytes:
     return record[:-1] + bytes([record[-1] ^ 1])
 
@@ -401,6 +427,25 @@ def test_every_key_is_of_a_known_kind_and_none_is_the_drafters(store: SessionSto
     assert usage["block"].num_bytes > 6 * 64
     store.client.set(f"{store.keys.prefix}:draft", b"x")
     assert store.usage()["unknown"].num_keys == 1
+
+
+def test_a_head_that_may_not_be_read_is_no_damaged_one(store: SessionStore, server: EmbeddedServer) -> None:
+    turn = Turn([1, 2, 3], [3])
+    commit(store, turn)
+    before = store.head(SID)
+    rights = ["+@all", "-hmget"]
+    store.client.acl_setuser("half", reset=True, enabled=True, passwords=["+x"], keys=["*"], commands=rights)
+    with redis.Redis(unix_socket_path=server.state.socket, username="half", password="x") as client:
+        other = SessionStore(client)
+        with pytest.raises(StoreUnavailableError, match=r"SESSIONS\.md"):
+            other.acquire(SID)
+        later = Turn([1, 2, 3, 4], [4])
+        with pytest.raises(StoreUnavailableError, match=r"SESSIONS\.md"):
+            other.commit(store.acquire(SID), later.snapshot, blocks=later.blocks, pivot=later.pivot)
+    head = store.head(SID)
+    assert before is not None
+    assert head is not None
+    assert (head.version, head.snapshot) == (before.version, turn.id)
 
 
 @pytest.mark.parametrize("junk", [b"", b"\xff\x00", b"-1", b"nan", b"1e400", b"*", b"9" * 30])
