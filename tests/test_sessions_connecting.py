@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 from redis.cluster import REDIS_ALLOWED_KEYS
 from redis.crc import key_slot
 
 from dlite_agent.config import Settings
 from dlite_agent.errors import ConfigError, DLiteError, StoreUnavailableError
+from dlite_agent.sessions.client import translate
 from dlite_agent.sessions.connecting import OPTIONS, ServerAddress, open_client, parse_url
 from dlite_agent.sessions.embedded import connect
 from dlite_agent.sessions.store import SessionStore
@@ -141,6 +144,23 @@ def test_a_wrong_password_and_a_missing_permission_are_said(server: Place, tmp_p
         with pytest.raises(StoreUnavailableError, match=r"docs/SESSIONS\.md"):
             call()
     client.close()
+
+
+@pytest.mark.parametrize("command", ["GETEX", "HMGET"])
+def test_a_command_that_the_server_lacks_is_said(command: str) -> None:
+    with (
+        one_server(program("redis-server"), "--rename-command", command, "") as place,
+        closing(open_client(place.url)) as client,
+    ):
+        store = SessionStore(client)
+        for _ in range(2):
+            with pytest.raises(StoreUnavailableError, match=r"Redis 6\.2 or newer"):
+                store.get_snapshot("0" * 32, "0" * 64) if command == "GETEX" else store.acquire("0" * 32)
+
+
+def test_what_redis_before_7_says_of_rights_in_scripts_is_understood() -> None:
+    error = redis.ResponseError("@user_script: 19: The user executing the script can't run this command or subcommand")
+    assert "docs/SESSIONS.md" in str(translate(error, "acquiring the session"))
 
 
 def test_a_server_without_cluster_mode_is_said(server: Place) -> None:

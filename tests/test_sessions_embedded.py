@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
 import socket
 import stat
@@ -242,6 +243,36 @@ def test_without_a_server_program_the_extra_is_named(tmp_path: Path, monkeypatch
         find_server()
     (tmp_path / "redis-server").symlink_to("/bin/true")
     assert find_server() == tmp_path / "redis-server"
+
+
+@pytest.mark.parametrize(
+    ("number", "has_newer_data", "expected"),
+    [("6.0.16", False, "6.2"), ("6.2.14", True, "7.0"), ("nonsense", False, "6.2")],
+)
+def test_a_server_that_is_too_old_is_refused_before_it_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: str, has_newer_data: bool, expected: str
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    program = tmp_path / "redis-server"
+    program.write_text(f"#!/bin/sh\necho 'Redis server v={number} sha=00000000:0'\n")
+    program.chmod(0o755)
+    folder = tmp_path / "server"
+    (folder / "appendonlydir" if has_newer_data else folder).mkdir(parents=True)
+    with pytest.raises(ServerStartError, match=rf"expected Redis {expected} or newer.*dlite-agent\[embedded\]"):
+        EmbeddedServer.start(folder)
+    assert not (folder / "server.json").exists()
+
+
+def test_data_of_another_server_are_not_called_damaged(home: Path) -> None:
+    data = home / "server" / "appendonlydir"
+    data.mkdir(parents=True)
+    (data / "appendonly.aof.manifest").write_text("file appendonly.aof.1.base.rdb seq 1 type b\n")
+    (data / "appendonly.aof.1.base.rdb").write_bytes(b"REDIS9999")
+    with pytest.raises(ServerStartError, match="the server program that wrote them") as caught:
+        EmbeddedServer.start(home / "server")
+    assert "--fix" not in str(caught.value)
+    shutil.rmtree(data)
 
 
 def test_the_version_is_told() -> None:
