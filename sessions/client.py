@@ -22,6 +22,9 @@ from dlite_agent.errors import ConfigError, RecordError, SessionError, StoreFull
 RedisClient: TypeAlias = redis.Redis | redis.RedisCluster
 """What a store or a saver works with."""
 
+MAX_TTL_S = 10**9
+"""The longest life of a key, about thirty years."""
+
 _NO_PERMISSION = ("ACL failure", "The user executing the script can't")  # in scripts: from Redis 7 on, and before
 
 
@@ -36,6 +39,19 @@ def require_binary(client: RedisClient) -> None:
     """
     if client.get_encoder().decode_responses:
         raise ConfigError("the Redis client decodes replies as text; expected one made with decode_responses=False")
+
+
+def check_ttl(ttl_s: int) -> None:
+    """Refuse a life that a server would not give a key.
+
+    Args:
+        ttl_s: Seconds.
+
+    Raises:
+        ConfigError: If it is no whole number from 1 to `MAX_TTL_S`.
+    """
+    if not isinstance(ttl_s, int) or isinstance(ttl_s, bool) or not 1 <= ttl_s <= MAX_TTL_S:
+        raise ConfigError(f"ttl_s is {ttl_s}; expected whole seconds, from 1 to {MAX_TTL_S}")
 
 
 def server_version(client: RedisClient) -> str:

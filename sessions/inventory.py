@@ -12,7 +12,7 @@ from dlite_agent.sessions.client import translated
 from dlite_agent.sessions.keys import SessionName
 from dlite_agent.sessions.store import SessionStore
 from dlite_agent.sessions.survey import SnapshotFacts, Survey, survey
-from dlite_agent.sessions.threads import namespace_of_name, thread_of_record
+from dlite_agent.sessions.threads import decode, namespace_of_name
 
 _AGENT_NODES = ("", "model", "agent")
 """Nodes in which LangChain's agents call their model; they are part of the namespace of such a call."""
@@ -170,7 +170,7 @@ def _names_in_checkpoints(store: SessionStore, seen: Survey) -> Iterator[tuple[s
             record, names = pipe.execute(raise_on_error=False)
         if isinstance(record, bytes) and isinstance(names, list):
             with suppress(RecordError):  # a damaged thread is `verify`'s business
-                thread_id = thread_of_record(record)
+                thread_id = decode(record)
                 for space in {"", *map(namespace_of_name, names)}:
                     for node in _AGENT_NODES:
                         name = SessionName(thread_id, "|".join(part for part in (space, node) if part))

@@ -18,7 +18,9 @@ from dlite_agent.sessions.threads import (
     THREAD,
     WRITE,
     Thread,
+    as_mapping,
     blob_name,
+    channel_versions,
     check_whole,
     checkpoint_name,
     checkpoint_parts,
@@ -150,9 +152,10 @@ def _read(pipe: Any, thread: Thread, names: list[bytes], parse: Parse) -> dict[b
     for name, record in zip(names, records, strict=True):
         parent, checkpoint, metadata = split(record, 3)
         namespace = decode(checkpoint_parts(name)[0])
-        versions = parse(checkpoint)["channel_versions"]
+        versions = channel_versions(parse(checkpoint))
         blobs = {channel: blob_name(namespace, channel, version) for channel, version in versions.items()}
-        stored[name] = StoredCheckpoint(checkpoint_name(namespace, decode(parent)), parse(metadata), blobs)
+        known = as_mapping(parse(metadata), "metadata")
+        stored[name] = StoredCheckpoint(checkpoint_name(namespace, decode(parent)), known, blobs)
     return stored
 
 

@@ -18,7 +18,6 @@ from langgraph.checkpoint.base import (
     CheckpointMetadata,
     CheckpointTuple,
     PendingWrite,
-    get_checkpoint_id,
     get_checkpoint_metadata,
     writes_sort_key,
 )
@@ -26,7 +25,8 @@ from langgraph.checkpoint.serde.base import SerializerProtocol
 from langgraph.checkpoint.serde.jsonplus import JsonPlusSerializer
 
 from dlite_agent.errors import ConfigError, RecordError
-from dlite_agent.sessions.client import RedisClient, require_binary, translated
+from dlite_agent.sessions.client import RedisClient, check_ttl, require_binary, translated
+from dlite_agent.sessions.configs import checkpoint_id_of, config_of, named_in, namespace_of, where
 from dlite_agent.sessions.keys import Keys
 from dlite_agent.sessions.pruning import all_but_latest, copy_records, of_runs, remove_checkpoints
 from dlite_agent.sessions.threaded import ThreadedSaver
@@ -36,7 +36,9 @@ from dlite_agent.sessions.threads import (
     THREAD,
     WRITE,
     Thread,
+    as_mapping,
     blob_name,
+    channel_versions,
     check_whole,
     checkpoint_name,
     checkpoint_parts,
@@ -56,7 +58,8 @@ class RedisSaver(ThreadedSaver):
     """Keeps the checkpoints of LangGraph threads in Redis. Safe to share between threads and event loops.
 
     The async methods run the same code in worker threads. All methods raise StoreUnavailableError when the server does
-    not answer, StoreFullError when it has no room and RecordError when stored data is damaged.
+    not answer, StoreFullError when it has no room, RecordError when stored data is damaged and ConfigError when a
+    config lacks what it must name.
     """
 
     def __init__(
@@ -82,8 +85,8 @@ class RedisSaver(ThreadedSaver):
             ConfigError: If an argument cannot work.
         """
         require_binary(client)
-        if ttl_s is not None and ttl_s < 1:
-            raise ConfigError(f"ttl_s is {ttl_s}; expected at least one second, or None")
+        if ttl_s is not None:
+            check_ttl(ttl_s)
         allowed = tuple(allowed_types)
         super().__init__(
             serde=serde or JsonPlusSerializer(pickle_fallback=False, allowed_msgpack_modules=allowed or None)
@@ -115,7 +118,7 @@ class RedisSaver(ThreadedSaver):
         Returns:
             The config that names the stored checkpoint.
         """
-        thread, namespace = self._thread(config), _namespace(config)
+        thread, namespace = self._thread(config), namespace_of(config)
         values = checkpoint["channel_values"]
         bare = {key: value for key, value in checkpoint.items() if key != "channel_values"}
         name = checkpoint_name(namespace, checkpoint["id"])
@@ -123,7 +126,7 @@ class RedisSaver(ThreadedSaver):
             blob_name(namespace, channel, version): self._dump(values[channel]) if channel in values else EMPTY
             for channel, version in new_versions.items()
         }
-        parent = encode(get_checkpoint_id(config) or "")
+        parent = encode(checkpoint_id_of(config) or "")
         fields[name] = join(parent, self._dump(bare), self._dump(get_checkpoint_metadata(config, metadata)))
         fields[THREAD] = encode(thread.thread_id)
         with translated("storing a checkpoint"):
@@ -132,7 +135,7 @@ class RedisSaver(ThreadedSaver):
             pipe.zadd(thread.index, {name: 0})
             self._extend(pipe, thread)
             pipe.execute()
-        return _config(thread, namespace, checkpoint["id"])
+        return config_of(thread, namespace, checkpoint["id"])
 
     def put_writes(
         self, config: RunnableConfig, writes: Sequence[tuple[str, Any]], task_id: str, task_path: str = ""
@@ -145,8 +148,8 @@ class RedisSaver(ThreadedSaver):
             task_id: The task.
             task_path: Where the task is in the graph; decides the order of the writes.
         """
-        thread, namespace = self._thread(config), _namespace(config)
-        checkpoint_id = _where(config)["checkpoint_id"]
+        thread, namespace = self._thread(config), namespace_of(config)
+        checkpoint_id = str(named_in(config, "checkpoint_id"))
         with translated("storing a task's writes"):
             pipe = self.client.pipeline(transaction=True)
             for position, (channel, value) in enumerate(writes):
@@ -170,8 +173,8 @@ class RedisSaver(ThreadedSaver):
         Returns:
             The checkpoint, or None if there is none.
         """
-        thread, namespace = self._thread(config), _namespace(config)
-        wanted = get_checkpoint_id(config)
+        thread, namespace = self._thread(config), namespace_of(config)
+        wanted = checkpoint_id_of(config)
         if wanted:
             names = [checkpoint_name(namespace, wanted)]
         else:
@@ -199,7 +202,7 @@ class RedisSaver(ThreadedSaver):
         """
         left = limit
         for thread in self._threads() if config is None else [self._thread(config)]:
-            names = self._select(thread, config, before=get_checkpoint_id(before) if before else None)
+            names = self._select(thread, config, before=checkpoint_id_of(before) if before else None)
             for start in range(0, len(names), _PAGE):
                 for found in self._load(thread, names[start : start + _PAGE], only=filter or {}):
                     if left is not None and left <= 0:
@@ -261,7 +264,7 @@ class RedisSaver(ThreadedSaver):
                 remove_checkpoints(self.client, thread, all_but_latest, parse=self._parse)
 
     def _thread(self, config: RunnableConfig) -> Thread:
-        return Thread.named(str(_where(config)["thread_id"]), self.keys)
+        return Thread.named(named_in(config, "thread_id"), self.keys)
 
     def _threads(self) -> Iterator[Thread]:
         with translated("listing threads"):
@@ -286,11 +289,10 @@ class RedisSaver(ThreadedSaver):
 
     def _select(self, thread: Thread, config: RunnableConfig | None, *, before: str | None) -> builtins.list[bytes]:
         """List the names of a thread's checkpoints that a config and a bound leave, newest first."""
-        where = _where(config) if config else {}
-        namespace = where.get("checkpoint_ns")
+        namespace = where(config).get("checkpoint_ns") if config else None
         prefix = CHECKPOINT if namespace is None else CHECKPOINT + join(encode(namespace))
         pairs = [(checkpoint_parts(name)[1], name) for name in self._names(thread, prefix)]
-        wanted = get_checkpoint_id(config) if config else None
+        wanted = checkpoint_id_of(config) if config else None
         if wanted:
             pairs = [pair for pair in pairs if pair[0] == encode(wanted)]
         if before:
@@ -316,7 +318,7 @@ class RedisSaver(ThreadedSaver):
             if record is None:
                 continue
             parent, checkpoint, metadata = split(record, 3)
-            known = self._parse(metadata)
+            known = as_mapping(self._parse(metadata), "metadata")
             if all(known.get(key) == value for key, value in only.items()):
                 bare = self._parse(checkpoint)
                 found = self._assemble(thread, name, parent=parent, bare=bare, metadata=known, writes=writes)
@@ -330,12 +332,12 @@ class RedisSaver(ThreadedSaver):
         *,
         parent: bytes,
         bare: Any,
-        metadata: CheckpointMetadata,
+        metadata: dict[str, Any],
         writes: Sequence[bytes],
     ) -> CheckpointTuple | None:
         """Read what belongs to a checkpoint; None if the checkpoint has been removed since it was read."""
         namespace, checkpoint_id = map(decode, checkpoint_parts(name))
-        versions: ChannelVersions = bare["channel_versions"]
+        versions = channel_versions(bare)
         fields: builtins.list[Any] = [blob_name(namespace, channel, version) for channel, version in versions.items()]
         fields += [*writes, name]
         with translated("reading a checkpoint's channels"):
@@ -350,10 +352,10 @@ class RedisSaver(ThreadedSaver):
             if blob is not None and blob != EMPTY
         }
         return CheckpointTuple(
-            config=_config(thread, namespace, checkpoint_id),
+            config=config_of(thread, namespace, checkpoint_id),
             checkpoint=cast(Checkpoint, {**bare, "channel_values": values}),
-            metadata=metadata,
-            parent_config=_config(thread, namespace, decode(parent)) if parent else None,
+            metadata=cast(CheckpointMetadata, metadata),
+            parent_config=config_of(thread, namespace, decode(parent)) if parent else None,
             pending_writes=self._parse_writes(writes, records),
         )
 
@@ -383,16 +385,3 @@ class RedisSaver(ThreadedSaver):
         if self._ttl_s is not None:
             pipe.expire(thread.data, self._ttl_s)
             pipe.expire(thread.index, self._ttl_s)
-
-
-def _where(config: RunnableConfig) -> dict[str, Any]:
-    return config.get("configurable", {})
-
-
-def _namespace(config: RunnableConfig) -> str:
-    return str(_where(config).get("checkpoint_ns", ""))
-
-
-def _config(thread: Thread, namespace: str, checkpoint_id: str) -> RunnableConfig:
-    where = {"thread_id": thread.thread_id, "checkpoint_ns": namespace, "checkpoint_id": checkpoint_id}
-    return {"configurable": where}

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from dlite_agent.errors import ConfigError, RecordError, StoreFullError, StoreUnavailableError
-from dlite_agent.sessions.client import RedisClient, require_binary, translated
+from dlite_agent.errors import RecordError, StoreFullError, StoreUnavailableError
+from dlite_agent.sessions.client import RedisClient, check_ttl, require_binary, translated
 from dlite_agent.sessions.codecs import CodecName
 from dlite_agent.sessions.counters import Counters
 from dlite_agent.sessions.heads import CommitStatus, Heads, Lease
@@ -92,8 +92,7 @@ class SessionStore:
             MissingDependencyError: If the codec's library is not installed.
         """
         require_binary(client)
-        if ttl_s < 1:
-            raise ConfigError(f"ttl_s is {ttl_s}; expected at least one second")
+        check_ttl(ttl_s)
         self.client = client
         self.keys = Keys(tenant)
         self.codec = RecordCodec(secret, codec)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from typing import Any
 
 from dlite_agent.errors import RecordError
 from dlite_agent.sessions.keys import Keys, thread_hash, without_task_ids
@@ -39,21 +40,10 @@ class Thread:
 
     @classmethod
     def named(cls, thread_id: str, keys: Keys) -> Thread:
-        """Return a tenant's thread of this id."""
+        """Return a tenant's thread of this id; a number stands for its text."""
+        thread_id = str(thread_id)
         hashed = thread_hash(thread_id)
         return cls(thread_id, keys.checkpoint_data(hashed), keys.checkpoint_index(hashed))
-
-
-def thread_of_record(record: bytes) -> str:
-    """Read the thread id that a thread's hash holds in its field `t`.
-
-    Raises:
-        RecordError: If it is damaged.
-    """
-    try:
-        return decode(record)
-    except ValueError as error:
-        raise RecordError(f"a thread's name cannot be read: {error}") from error
 
 
 def namespace_of_name(name: bytes) -> str:
@@ -62,11 +52,30 @@ def namespace_of_name(name: bytes) -> str:
     Raises:
         RecordError: If it is damaged.
     """
-    try:
-        namespace = decode(checkpoint_parts(name)[0])
-    except (ValueError, struct.error) as error:
-        raise RecordError(f"a checkpoint's name cannot be read: {error}") from error
-    return without_task_ids(namespace)
+    return without_task_ids(decode(checkpoint_parts(name)[0]))
+
+
+def as_mapping(parsed: object, what: str) -> dict[Any, Any]:
+    """Return a stored value that is to be a mapping.
+
+    Raises:
+        RecordError: If it is damaged.
+    """
+    if not isinstance(parsed, dict):
+        raise RecordError(f"a checkpoint's {what} cannot be read; delete the thread or restore it")
+    return parsed
+
+
+def channel_versions(checkpoint: object) -> dict[str, Any]:
+    """Return the version of each channel of a stored checkpoint.
+
+    Raises:
+        RecordError: If it is damaged.
+    """
+    versions = as_mapping(as_mapping(checkpoint, "fields").get("channel_versions"), "channel versions")
+    if not all(isinstance(channel, str) for channel in versions):
+        raise RecordError("a checkpoint's channels have no names; delete the thread or restore it")
+    return versions
 
 
 def check_whole(has_data: int, has_index: int) -> None:
@@ -83,8 +92,14 @@ def checkpoint_name(namespace: str, checkpoint_id: str) -> bytes:
 
 
 def checkpoint_parts(name: bytes) -> tuple[bytes, bytes]:
-    """Split a checkpoint's name into namespace and id."""
-    (size,) = struct.unpack_from(">I", name, 1)
+    """Split a checkpoint's name into namespace and id.
+
+    Raises:
+        RecordError: If it is damaged.
+    """
+    size = int.from_bytes(name[1:5], "big")
+    if len(name) < 5 + size:
+        raise RecordError("a checkpoint's name is cut off; delete the thread or restore it")
     return name[5 : 5 + size], name[5 + size :]
 
 
@@ -99,10 +114,13 @@ def write_name(namespace: str, checkpoint_id: str, task_id: str, index: int) -> 
 
 
 def write_parts(name: bytes) -> tuple[bytes, bytes, bytes, int]:
-    """Split a write's name into namespace, checkpoint id, task id and index."""
+    """Split a write's name into namespace, checkpoint id, task id and index.
+
+    Raises:
+        RecordError: If it is damaged.
+    """
     namespace, checkpoint_id, task_id = split(name[1:-4], 3)
-    (index,) = struct.unpack(">i", name[-4:])
-    return namespace, checkpoint_id, task_id, index
+    return namespace, checkpoint_id, task_id, int.from_bytes(name[-4:], "big", signed=True)
 
 
 def encode(text: str) -> bytes:
@@ -111,8 +129,15 @@ def encode(text: str) -> bytes:
 
 
 def decode(data: bytes) -> str:
-    """Read what `encode` wrote."""
-    return data.decode("utf-8", "surrogatepass")
+    """Read what `encode` wrote.
+
+    Raises:
+        RecordError: If it is no text.
+    """
+    try:
+        return data.decode("utf-8", "surrogatepass")
+    except ValueError as error:
+        raise RecordError(f"a name in a thread cannot be read ({error}); delete the thread or restore it") from error
 
 
 def join(*parts: bytes) -> bytes:

@@ -7,6 +7,7 @@ import os
 import pickle
 import signal
 from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
@@ -275,6 +276,84 @@ def test_half_a_thread_is_an_error_not_a_new_thread(client: redis.Redis, half: s
     for call in (lambda: saver.get_tuple(thread()), lambda: saver.get_tuple(config), lambda: list(saver.list(config))):
         with pytest.raises(RecordError, match="half of a thread"):
             call()
+
+
+def read_or_refuse(saver: RedisSaver) -> None:
+    """Read and list a thread, and copy and prune it; a RecordError is an answer."""
+    uses: list[Callable[[], Any]] = [
+        lambda: saver.get_tuple(thread()),
+        lambda: list(saver.list(None)),
+        lambda: saver.copy_thread("thread", "copy"),
+        lambda: saver.prune(["thread"]),
+    ]
+    for use in uses:
+        with suppress(RecordError):
+            use()
+
+
+@pytest.mark.parametrize("kind", ["c", "t", "w"])
+def test_whatever_is_damaged_in_a_thread_is_at_most_a_record_error(client: Any, kind: str) -> None:
+    saver = RedisSaver(client)
+    saver.put_writes(put(saver, thread(), value="text"), [("a", 1)], "task", "path")
+    (data,) = client.scan_iter(match="*:k:d")
+    saved = {key: client.dump(key) for key in client.scan_iter()}
+    (name,) = [name for name in client.hkeys(data) if name.startswith(kind.encode())]
+    record = client.hget(data, name)
+    for position in range(len(record)):
+        for changed in (
+            record[:position],
+            record[:position] + bytes([record[position] ^ 0x81]) + record[position + 1 :],
+        ):
+            client.flushall()
+            for key, dumped in saved.items():
+                client.restore(key, 0, dumped)
+            client.hset(data, name, changed)
+            read_or_refuse(saver)
+
+
+def test_whatever_is_damaged_in_the_order_of_a_thread_is_at_most_a_record_error(client: Any) -> None:
+    saver = RedisSaver(client)
+    for position in range(40):
+        client.flushall()
+        saver.put_writes(put(saver, thread(), value="text"), [("a", 1)], "task", "path")
+        (index,) = client.scan_iter(match="*:k:i")
+        for name in client.zrange(index, 0, -1):
+            client.zadd(index, {name[:position]: 0})
+        read_or_refuse(saver)
+
+
+@pytest.mark.parametrize("where", [{}, {"thread_id": None}, {"checkpoint_id": "x"}])
+def test_a_config_that_names_no_thread_is_refused(client: redis.Redis, where: dict[str, Any]) -> None:
+    saver = RedisSaver(client)
+    config: RunnableConfig = {"configurable": where}
+    uses: list[Callable[[], Any]] = [
+        lambda: saver.get_tuple(config),
+        lambda: list(saver.list(config)),
+        lambda: put(saver, config, value=1),
+        lambda: saver.put_writes(config, [("a", 1)], "task"),
+    ]
+    for use in uses:
+        with pytest.raises(ConfigError, match="thread_id"):
+            use()
+    with pytest.raises(ConfigError, match="checkpoint_id"):
+        saver.put_writes(thread(), [("a", 1)], "task")
+    assert client.dbsize() == 0
+
+
+def test_a_number_names_the_same_thread_everywhere(client: redis.Redis) -> None:
+    saver = RedisSaver(client)
+    number: Any = 42
+    put(saver, thread("42"), value=1)
+    assert saver.get_tuple({"configurable": {"thread_id": number, "checkpoint_ns": None}}) is not None
+    saver.delete_thread(number)
+    assert client.dbsize() == 0
+
+
+@pytest.mark.parametrize("ttl", [0, -1, 1.5, float("nan"), True, 2**62])
+def test_a_life_that_no_key_can_have_is_refused(client: redis.Redis, ttl: Any) -> None:
+    for make in (RedisSaver, SessionStore):
+        with pytest.raises(ConfigError, match="ttl_s"):
+            make(client, ttl_s=ttl)
 
 
 def test_a_planted_pickle_is_never_loaded(client: redis.Redis, tmp_path: Path) -> None:
