@@ -110,7 +110,10 @@ def remove_session(store: SessionStore, sid: str, *, with_blocks: bool = False) 
     mine = {key for facts in seen.snapshots.get(sid, {}).values() if facts for key in facts.records}
     seen = survey(store)  # what others refer to now
     if any(facts is None for snapshots in seen.snapshots.values() for facts in snapshots.values()):
-        raise RecordError("a snapshot of another session cannot be read, so no block was removed; run `gc` later")
+        raise RecordError(
+            f"session {sid} was removed, but none of its blocks: a snapshot of another session cannot be read, so what "
+            "it shares is not known; check the secret, see `dlite-agent sessions verify`, and run `gc` later"
+        )
     shared = _referred(seen, without=set(), store=store)
     freed = [key for key in mine if key in seen.sizes and key not in shared]
     blocks = _remove(store, seen, freed, grace_s=0, is_dry=False)

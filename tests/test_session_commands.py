@@ -169,7 +169,7 @@ def test_damage_is_a_finding_and_an_exit_code(
     assert sessions("verify").startswith("5 records")
     key = store.keys.block(fingerprint_hash("target"), snapshot.blocks[0].chain)
     store.client.set(key, b"junk")
-    assert f"damaged  {key}" in sessions("verify", code=1)
+    assert f"damaged  {key}: the record has 4 bytes; expected at least 172\n" in sessions("verify", code=1)
     (finding,) = as_json(sessions("verify", "--json", code=1))["findings"]
     assert (finding["key"], finding["fault"]) == (key, "damaged")
 

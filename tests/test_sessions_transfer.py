@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import pickle
 import stat
 import struct
@@ -11,6 +12,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from dlite_agent.errors import (
     ConfigError,
@@ -18,6 +22,7 @@ from dlite_agent.errors import (
     SessionExistsError,
     SessionFileError,
     StoreFullError,
+    StoreUnavailableError,
     UnknownSessionError,
 )
 from dlite_agent.sessions.checking import verify
@@ -27,8 +32,9 @@ from dlite_agent.sessions.embedded import EmbeddedServer
 from dlite_agent.sessions.inventory import take_inventory
 from dlite_agent.sessions.keys import SessionName, fingerprint_hash
 from dlite_agent.sessions.records import Snapshot
+from dlite_agent.sessions.session_file import _digest
 from dlite_agent.sessions.store import SessionStore
-from dlite_agent.sessions.transfer import _digest, export_session, import_session
+from dlite_agent.sessions.transfer import export_session, import_session
 
 Commit = Callable[..., Snapshot]
 ONE = SessionName("one\n*\ud800", "model")
@@ -282,3 +288,40 @@ def test_what_cannot_be_exported_is_said(store: SessionStore, exported: Path, tm
         export_session(store, ONE.sid, tmp_path / "missing" / "file")
     with pytest.raises(SessionFileError, match="cannot be read"):
         import_session(store, tmp_path / "missing")
+
+
+@pytest.mark.parametrize("name", ["a file/new", "x" * 300, "x" * 250, "a link to itself/new"])
+def test_a_place_that_cannot_be_written_or_read_is_one_line(
+    store: SessionStore, exported: Path, tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "a file").touch()
+    (tmp_path / "a link to itself").symlink_to("a link to itself")
+    import_session(store, exported)
+    with pytest.raises(SessionFileError, match="cannot be written"):
+        export_session(store, ONE.sid, tmp_path / name)
+    with pytest.raises(SessionFileError, match="cannot be read"):
+        import_session(store, tmp_path / name)
+
+
+def test_a_draft_of_another_export_is_left_alone(store: SessionStore, exported: Path, tmp_path: Path) -> None:
+    import_session(store, exported)
+    draft = tmp_path / f"new.{os.getpid()}.part"
+    draft.touch()
+    with pytest.raises(SessionFileError, match="cannot be written"):
+        export_session(store, ONE.sid, tmp_path / "new")
+    assert draft.exists()
+
+
+def test_a_server_that_goes_meanwhile_is_not_called_a_fault_of_the_file(exported: Path, tmp_path: Path) -> None:
+    server = EmbeddedServer.start(tmp_path / "server")
+    lost = redis.Redis(unix_socket_path=server.state.socket, retry=Retry(NoBackoff(), 0))
+    store = SessionStore(lost)
+    server.stop()
+    with pytest.raises(StoreUnavailableError, match="check that the server runs"):
+        import_session(store, exported)
+
+
+def test_a_namespace_alone_names_no_session(store: SessionStore, exported: Path) -> None:
+    with pytest.raises(ConfigError, match="without a thread"):
+        import_session(store, exported, namespace="n")
+    assert is_empty(store.client)
