@@ -14,19 +14,18 @@ from __future__ import annotations
 import errno
 import fcntl
 import importlib.util
-import json
+import logging
 import os
 import platform
 import re
 import shutil
 import signal
 import subprocess
-import tempfile
 import time
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -40,31 +39,17 @@ from dlite_agent.errors import ServerStartError
 from dlite_agent.sessions.client import RedisClient
 from dlite_agent.sessions.connecting import open_client, socket_client
 from dlite_agent.sessions.locks import locked, opened_lock, try_lock, when_given_back
+from dlite_agent.sessions.server_state import ServerState, make_socket_path, read_state, remove_socket, write_state
 
-_SOCKET_NAME = "redis.sock"
+logger = logging.getLogger(__name__)
+
 _START_LOCK = "start.lock"
-_MAX_SOCKET_BYTES = 100  # Linux takes 107 bytes, macOS 103
 _START_S = 20.0
 _STOP_S = 20.0
 _POLL_S = 0.02
 _OLDEST = (6, 2)
 _OLDEST_MULTI_PART = (7, 0)
 _MULTI_PART_FOLDER = "appendonlydir"  # where servers from 7.0 on append; older ones would start empty beside it
-
-
-@dataclass(frozen=True, slots=True)
-class ServerState:
-    """What a data folder remembers about its server.
-
-    Attributes:
-        socket: Path of the unix socket.
-        port: TCP port on 127.0.0.1, or None.
-        keep: Whether the server stays when its last user leaves.
-    """
-
-    socket: str
-    port: int | None
-    keep: bool
 
 
 def connect(settings: Settings, *, keep: bool = False) -> RedisClient:
@@ -86,7 +71,7 @@ def connect(settings: Settings, *, keep: bool = False) -> RedisClient:
     if settings.redis_url is None:
         server = EmbeddedServer.start(settings.server_dir, keep=keep)
         client = server.client()
-        weakref.finalize(client.connection_pool, server.close)
+        weakref.finalize(client.connection_pool, _end_use, server)
         return client
     return open_client(settings.redis_url)
 
@@ -172,7 +157,11 @@ class EmbeddedServer:
         return socket_client(self.state.socket)
 
     def close(self) -> None:
-        """End this process's use of the server; stop it if no other process uses it and none asked to keep it."""
+        """End this process's use of the server; stop it if no other process uses it and none asked to keep it.
+
+        Raises:
+            ServerStartError: If it does not stop, or its folder is gone.
+        """
         users, self._users = self._users, None
         if users is not None:
             when_given_back(self.folder / _START_LOCK, partial(self._leave, users))
@@ -181,8 +170,8 @@ class EmbeddedServer:
         try:
             if os.getpid() != self._pid:  # a fork's copy of the lock is its parent's
                 return
-            with _locked(self.folder):
-                if try_lock(users) and not _read_state(self.folder).keep:
+            with _disk_errors(self.folder), _locked(self.folder):
+                if try_lock(users) and not read_state(self.folder).keep:
                     _stop(self.folder)
         finally:
             os.close(users)
@@ -193,7 +182,7 @@ class EmbeddedServer:
         Raises:
             ServerStartError: If it does not stop.
         """
-        with _locked(self.folder):
+        with _disk_errors(self.folder), _locked(self.folder):
             _stop(self.folder)
         self.close()
 
@@ -202,6 +191,14 @@ class EmbeddedServer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _end_use(server: EmbeddedServer) -> None:
+    """Close a server that nobody holds any more, where an error would reach nobody."""
+    try:
+        server.close()
+    except ServerStartError as error:
+        logger.warning("the embedded server may still run: %s", error)
 
 
 def _locked(folder: Path) -> AbstractContextManager[None]:
@@ -218,7 +215,7 @@ def _attach_or_launch(folder: Path, *, port: int | None, keep: bool) -> ServerSt
                 if log_start is not None:
                     raise ServerStartError(_why_it_died(folder, log_start=log_start, port=port))
                 log_start = _launch(folder, lock, port=port, keep=keep)
-        state = _read_state(folder)
+        state = read_state(folder)
         answer = _probe(state.socket)
         if answer == "ready":
             return _agree(folder, state, port=port, keep=keep)
@@ -233,8 +230,8 @@ def _launch(folder: Path, lock: int, *, port: int | None, keep: bool) -> int:
     """Start the server, which inherits the lock; return where its part of the log begins."""
     binary = find_server()
     _check_version(binary, folder)
-    state = ServerState(_make_socket_path(folder), port, keep)
-    _write_state(folder, state)
+    state = ServerState(make_socket_path(folder), port, keep)
+    write_state(folder, state)
     (folder / "server.pid").unlink(missing_ok=True)
     options = {
         "port": str(port or 0),
@@ -292,7 +289,7 @@ def _agree(folder: Path, state: ServerState, *, port: int | None, keep: bool) ->
         raise ServerStartError(f"the server in {folder} runs without TCP port {port}; stop it first, or leave port out")
     if keep and not state.keep:
         state = replace(state, keep=True)
-        _write_state(folder, state)
+        write_state(folder, state)
     return state
 
 
@@ -315,7 +312,7 @@ def _stop(folder: Path) -> None:
     while True:
         with opened_lock(folder / "server.lock") as lock:
             if try_lock(lock):
-                _remove_socket(folder)
+                remove_socket(folder)
                 return
         with suppress(OSError, ValueError):  # no pid yet, or just gone
             if not is_told:
@@ -343,43 +340,6 @@ def _why_it_died(folder: Path, *, log_start: int, port: int | None) -> str:
 
 def _log(folder: Path) -> Path:
     return folder / "server.log"
-
-
-def _make_socket_path(folder: Path) -> str:
-    """Choose a path short enough for a socket, after removing what an earlier server left."""
-    _remove_socket(folder)
-    path = folder / _SOCKET_NAME
-    if len(os.fsencode(path)) <= _MAX_SOCKET_BYTES:
-        return str(path)
-    for base in (tempfile.gettempdir(), "/tmp"):
-        if len(os.fsencode(base)) + 32 <= _MAX_SOCKET_BYTES:
-            return str(Path(tempfile.mkdtemp(prefix="dlite-", dir=base)) / _SOCKET_NAME)
-    raise ServerStartError(
-        f"{path} is too long for a socket and so is TMPDIR; set DLITE_HOME or TMPDIR to a short path"
-    )
-
-
-def _remove_socket(folder: Path) -> None:
-    """Remove the socket of a server that is gone, and the private folder it may have had."""
-    path = Path(_read_state(folder).socket)
-    path.unlink(missing_ok=True)
-    if path.parent != folder:
-        with suppress(OSError):
-            path.parent.rmdir()
-
-
-def _read_state(folder: Path) -> ServerState:
-    try:
-        data = json.loads((folder / "server.json").read_text())
-        return ServerState(str(data["socket"]), data["port"], bool(data["keep"]))
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
-        return ServerState(str(folder / _SOCKET_NAME), None, False)
-
-
-def _write_state(folder: Path, state: ServerState) -> None:
-    draft = folder / "server.json.new"
-    draft.write_text(json.dumps(asdict(state)))
-    draft.replace(folder / "server.json")
 
 
 @contextmanager

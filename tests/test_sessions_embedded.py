@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import shutil
 import signal
@@ -180,6 +181,30 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def test_nothing_but_a_socket_is_removed_whatever_the_folder_says(home: Path) -> None:
+    folder, precious = home / "server", home / "precious"
+    folder.mkdir()
+    precious.touch()
+    (folder / "server.json").write_text(json.dumps({"socket": str(precious), "port": None, "keep": False}))
+    with EmbeddedServer.start(folder) as server:
+        assert server.state.socket == str(folder / "redis.sock")
+    assert precious.exists()
+
+
+def test_a_folder_that_is_gone_is_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    client = connect(Settings(home=tmp_path, redis_url=None))
+    server = EmbeddedServer.start(tmp_path / "server")
+    pid = server_pid(server)
+    shutil.rmtree(tmp_path / "server")
+    for end_it in (server.stop, server.close):
+        with pytest.raises(ServerStartError, match="No such file"):
+            end_it()
+    del client
+    gc.collect()
+    assert "may still run" in caplog.text
+    os.kill(pid, signal.SIGKILL)
 
 
 def test_a_port_can_be_asked_for(home: Path) -> None:
