@@ -19,7 +19,6 @@ import os
 import platform
 import re
 import shutil
-import signal
 import subprocess
 import time
 import weakref
@@ -294,7 +293,7 @@ def _agree(folder: Path, state: ServerState, *, port: int | None, keep: bool) ->
 
 
 def _probe(socket: str) -> Literal["ready", "loading", "silent"]:
-    client = redis.Redis(unix_socket_path=socket, socket_timeout=2.0, retry=Retry(NoBackoff(), 0))
+    client = _impatient(socket)
     try:
         client.ping()
     except redis.BusyLoadingError:
@@ -306,18 +305,20 @@ def _probe(socket: str) -> Literal["ready", "loading", "silent"]:
     return "ready"
 
 
+def _impatient(socket: str) -> redis.Redis:
+    return redis.Redis(unix_socket_path=socket, socket_timeout=2.0, retry=Retry(NoBackoff(), 0))
+
+
 def _stop(folder: Path) -> None:
+    """Tell whoever answers at the socket to stop: a pid may be another's by now, or of another container."""
     deadline = time.monotonic() + _STOP_S
-    is_told = False
     while True:
         with opened_lock(folder / "server.lock") as lock:
             if try_lock(lock):
                 remove_socket(folder)
                 return
-        with suppress(OSError, ValueError):  # no pid yet, or just gone
-            if not is_told:
-                os.kill(int((folder / "server.pid").read_text()), signal.SIGTERM)
-                is_told = True
+        with suppress(redis.RedisError), _impatient(read_state(folder).socket) as client:  # or just gone
+            client.shutdown()
         if time.monotonic() > deadline:
             raise ServerStartError(f"the server in {folder} does not stop; read {_log(folder)}")
         time.sleep(_POLL_S)

@@ -193,6 +193,16 @@ def test_nothing_but_a_socket_is_removed_whatever_the_folder_says(home: Path) ->
     assert precious.exists()
 
 
+def test_a_pid_that_is_anothers_by_now_is_left_alone(home: Path) -> None:
+    server = EmbeddedServer.start(home / "server")
+    with subprocess.Popen(["sleep", "60"]) as other:
+        (home / "server" / "server.pid").write_text(str(other.pid))
+        server.stop()
+        assert not is_running(home / "server")
+        assert other.poll() is None
+        other.kill()
+
+
 def test_a_folder_that_is_gone_is_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     client = connect(Settings(home=tmp_path, redis_url=None))
     server = EmbeddedServer.start(tmp_path / "server")
