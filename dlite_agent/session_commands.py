@@ -272,9 +272,8 @@ def _verify(arguments: argparse.Namespace, store: SessionStore) -> int:
         _say_json(asdict(done))
     else:
         for finding in done.findings:
-            _say(
-                f"{finding.fault:8} {finding.key}: {finding.what if finding.what.isprintable() else repr(finding.what)}"
-            )
+            what = finding.what if finding.what.isprintable() else repr(finding.what)
+            _say(f"{finding.fault:8} {finding.key}: {what}")
         wrong = f"{len(done.findings)} findings" if done.findings else "all sound"
         _say(f"{done.num_records} records, {_size(done.num_bytes)} of rows read: {wrong}")
     return 1 if done.findings else 0

@@ -60,16 +60,25 @@ def remove_socket(folder: Path) -> None:
 
 
 def read_state(folder: Path) -> ServerState:
-    """Read what a folder remembers; the usual, if that is nothing or nonsense."""
+    """Read what a folder remembers; the usual if that is nothing, nonsense, or of the folder it was copied from."""
     try:
         data = json.loads((folder / "server.json").read_text())
-        return ServerState(str(data["socket"]), data["port"], bool(data["keep"]))
+        if _is_same(Path(data["folder"]), folder):
+            return ServerState(str(data["socket"]), data["port"], bool(data["keep"]))
     except (FileNotFoundError, ValueError, KeyError, TypeError):
-        return ServerState(str(folder / _SOCKET_NAME), None, False)
+        pass
+    return ServerState(str(folder / _SOCKET_NAME), None, False)
 
 
 def write_state(folder: Path, state: ServerState) -> None:
     """Have a folder remember a server, at once or not at all."""
     draft = folder / "server.json.new"
-    draft.write_text(json.dumps(asdict(state)))
+    draft.write_text(json.dumps({**asdict(state), "folder": str(folder)}))
     draft.replace(folder / "server.json")
+
+
+def _is_same(named: Path, folder: Path) -> bool:
+    try:
+        return named.samefile(folder)
+    except OSError:  # gone, or another user's
+        return False

@@ -187,10 +187,21 @@ def test_nothing_but_a_socket_is_removed_whatever_the_folder_says(home: Path) ->
     folder, precious = home / "server", home / "precious"
     folder.mkdir()
     precious.touch()
-    (folder / "server.json").write_text(json.dumps({"socket": str(precious), "port": None, "keep": False}))
+    (folder / "server.json").write_text(
+        json.dumps({"socket": str(precious), "port": None, "keep": False, "folder": str(folder)})
+    )
     with EmbeddedServer.start(folder) as server:
         assert server.state.socket == str(folder / "redis.sock")
     assert precious.exists()
+
+
+def test_a_copy_of_a_folder_leaves_the_originals_server_alone(home: Path) -> None:
+    with EmbeddedServer.start(home / "server") as original:
+        run(original, "SET", "a", "b")
+        shutil.copytree(home / "server", home / "copy", ignore=shutil.ignore_patterns("*.sock"))
+        with EmbeddedServer.start(home / "copy") as copy:
+            assert server_pid(copy) != server_pid(original)
+        assert run(original, "GET", "a") == b"b"
 
 
 def test_a_pid_that_is_anothers_by_now_is_left_alone(home: Path) -> None:
