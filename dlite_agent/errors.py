@@ -123,6 +123,10 @@ class RecordError(SessionError, ValueError):
     """A stored record is damaged, foreign or too large."""
 
 
+class UnstorableValueError(SessionError, TypeError):
+    """A value of a graph's state cannot be written to a checkpoint."""
+
+
 class UnknownSessionError(SessionError, LookupError):
     """There is no session or snapshot of this name."""
 

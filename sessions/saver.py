@@ -24,7 +24,7 @@ from langgraph.checkpoint.base import (
 from langgraph.checkpoint.serde.base import SerializerProtocol
 from langgraph.checkpoint.serde.jsonplus import JsonPlusSerializer
 
-from dlite_agent.errors import ConfigError, RecordError
+from dlite_agent.errors import ConfigError, RecordError, UnstorableValueError
 from dlite_agent.sessions.client import RedisClient, check_ttl, require_binary, translated
 from dlite_agent.sessions.configs import checkpoint_id_of, config_of, named_in, namespace_of, where
 from dlite_agent.sessions.keys import Keys
@@ -58,8 +58,8 @@ class RedisSaver(ThreadedSaver):
     """Keeps the checkpoints of LangGraph threads in Redis. Safe to share between threads and event loops.
 
     The async methods run the same code in worker threads. All methods raise StoreUnavailableError when the server does
-    not answer, StoreFullError when it has no room, RecordError when stored data is damaged and ConfigError when a
-    config lacks what it must name.
+    not answer, StoreFullError when it has no room, RecordError when stored data is damaged, UnstorableValueError
+    when a value has no form that can be stored, and ConfigError when a config lacks what it must name.
     """
 
     def __init__(
@@ -123,11 +123,12 @@ class RedisSaver(ThreadedSaver):
         bare = {key: value for key, value in checkpoint.items() if key != "channel_values"}
         name = checkpoint_name(namespace, checkpoint["id"])
         fields: dict[Any, Any] = {
-            blob_name(namespace, channel, version): self._dump(values[channel]) if channel in values else EMPTY
+            blob_name(namespace, channel, version): self._dump(channel, values[channel]) if channel in values else EMPTY
             for channel, version in new_versions.items()
         }
         parent = encode(checkpoint_id_of(config) or "")
-        fields[name] = join(parent, self._dump(bare), self._dump(get_checkpoint_metadata(config, metadata)))
+        described = get_checkpoint_metadata(config, metadata)
+        fields[name] = join(parent, self._dump("checkpoint", bare), self._dump("metadata", described))
         fields[THREAD] = encode(thread.thread_id)
         with translated("storing a checkpoint"):
             pipe = self.client.pipeline(transaction=True)
@@ -155,7 +156,7 @@ class RedisSaver(ThreadedSaver):
             for position, (channel, value) in enumerate(writes):
                 index = WRITES_IDX_MAP.get(channel, position)
                 name: Any = write_name(namespace, checkpoint_id, task_id, index)
-                record: Any = join(encode(channel), encode(task_path), self._dump(value))
+                record: Any = join(encode(channel), encode(task_path), self._dump(channel, value))
                 if index < 0:  # errors, interrupts and resumes: the last one counts
                     pipe.hset(thread.data, name, record)
                 else:
@@ -370,8 +371,13 @@ class RedisSaver(ThreadedSaver):
             found.append((key, (decode(task_id), decode(channel), self._parse(value))))
         return [write for _, write in sorted(found, key=lambda pair: pair[0])]
 
-    def _dump(self, value: Any) -> bytes:
-        kind, data = self.serde.dumps_typed(value)
+    def _dump(self, channel: str, value: Any) -> bytes:
+        try:
+            kind, data = self.serde.dumps_typed(value)
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise UnstorableValueError(
+                f"{channel!r} cannot be stored ({error}); keep plain data in the state, or give the saver a serde"
+            ) from error
         return join(kind.encode(), data)
 
     def _parse(self, record: bytes) -> Any:

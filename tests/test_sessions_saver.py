@@ -23,7 +23,7 @@ from langgraph.graph import END, START, StateGraph
 from langgraph.graph.message import add_messages
 from langgraph.types import Command, Send, interrupt
 
-from dlite_agent.errors import ConfigError, RecordError, StoreUnavailableError
+from dlite_agent.errors import ConfigError, RecordError, StoreUnavailableError, UnstorableValueError
 from dlite_agent.sessions.embedded import EmbeddedServer
 from dlite_agent.sessions.keys import session_id
 from dlite_agent.sessions.saver import RedisSaver
@@ -347,6 +347,19 @@ def test_a_number_names_the_same_thread_everywhere(client: redis.Redis) -> None:
     assert saver.get_tuple({"configurable": {"thread_id": number, "checkpoint_ns": None}}) is not None
     saver.delete_thread(number)
     assert client.dbsize() == 0
+
+
+@pytest.mark.parametrize("value", [1 << 80, object(), {"deep": [lambda: None]}], ids=["integer", "object", "function"])
+def test_a_value_that_cannot_be_stored_is_refused_by_its_channel(client: redis.Redis, value: Any) -> None:
+    saver = RedisSaver(client)
+    with pytest.raises(UnstorableValueError, match="'value' cannot be stored"):
+        put(saver, thread("odd"), value=value)
+    config = put(saver, thread("odd"), value=1)
+    with pytest.raises(UnstorableValueError, match="'notes' cannot be stored"):
+        saver.put_writes(config, [("value", 2), ("notes", value)], "task")
+    found = saver.get_tuple(config)
+    assert found is not None
+    assert found.pending_writes == []  # none of them, or all
 
 
 @pytest.mark.parametrize("ttl", [0, -1, 1.5, float("nan"), True, 2**62])
