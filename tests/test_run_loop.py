@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import redis
 from langchain_core.messages import AIMessage, ToolMessage
+from langchain_core.outputs import ChatResult
 from langchain_core.tools import BaseTool, tool
 
 from dlite_agent import RedisSaver
@@ -255,23 +256,62 @@ def test_a_command_that_cannot_work_is_said(bench: Bench, line: str, expected: s
     assert seen.outcomes == []
 
 
+class FailingChatModel(ScriptedChatModel):
+    """A scripted model that cannot go on where its script says so."""
+
+    def _generate(self, *args: Any, **kwargs: Any) -> ChatResult:
+        result = super()._generate(*args, **kwargs)
+        if result.generations[0].text == "fail":
+            raise ConfigError("no model")
+        return result
+
+
 def test_a_turn_that_fails_is_an_error_and_the_next_one_goes_on(bench: Bench) -> None:
+    script = [calling("add", a=1, b=2), AIMessage("fail"), AIMessage("next"), AIMessage("fail")]
+    seen = bench.run(FailingChatModel(script=script[:3]), Message("go"), Message("more"))
+    assert [event.message for event in seen.of(ErrorEvent)] == ["no model"]
+    assert seen.outcomes == ["failed", "done"]
+    assert types(bench.messages) == ["human", "ai", "tool", "ai", "human", "ai"]
+    assert bench.code == 0
+    bench.run(FailingChatModel(script=script[3:]), Message("go"))
+    assert bench.code == 1
+
+
+@pytest.mark.parametrize("error", [ConfigError("no view"), RuntimeError("no\nview"), MemoryError(), ValueError("x")])
+@pytest.mark.parametrize("is_asking", [False, True])
+def test_what_a_tool_raises_is_told_to_the_model_and_the_turn_goes_on(
+    bench: Bench, ran: list[tuple[int, int]], error: Exception, is_asking: bool
+) -> None:
     @tool
     def look(a: int) -> str:
         """Look."""
-        if a == 1:
-            raise ConfigError("no view")
-        return "a view"
+        raise error
 
     bench.tools.append(look)
-    seen = bench.run(says(calling("look", a=1), "next"), Message("go"), Message("more"))
-    assert [event.message for event in seen.of(ErrorEvent)] == ["no view"]
-    assert seen.outcomes == ["failed", "done"]
+    both = calling("look", a=1).tool_calls + calling("add", a=1, b=2).tool_calls
+    model = says(AIMessage("", tool_calls=both), "next")
+    answers = [Answer("always"), Answer("always")] if is_asking else []
+    seen = bench.run(model, Message("go"), *answers, Message("more"), is_asking=is_asking)
+    assert seen.outcomes == ["done", "done"] and bench.code == 0
+    assert ran == [(1, 2)]
+    told = next(message for message in model.prompts[1] if message.type == "tool" and message.name == "look")
+    expected = f"{type(error).__name__}: {' '.join(str(error).split())}".strip()
+    assert isinstance(told, ToolMessage) and told.status == "error"
+    assert expected in told.text and "\n" not in told.text
+    assert [event.is_error for event in seen.of(ResultEvent) if event.name == "look"] == [True]
+
+
+def test_a_second_ctrl_c_ends_a_tool_and_the_next_turn_says_so(bench: Bench) -> None:
+    @tool
+    def look() -> str:
+        """Look."""
+        raise KeyboardInterrupt
+
+    bench.tools.append(look)
+    seen = bench.run(says(calling("look"), "next"), Message("go"), Message("more"))
+    assert seen.outcomes == ["stopped", "done"]
     assert types(bench.messages) == ["human", "ai", "tool", "ai", "human", "ai"]
     assert "may have been run" in str(bench.messages[2].content)
-    assert bench.code == 0
-    bench.run(says(calling("look", a=1)), Message("go"))
-    assert bench.code == 1
 
 
 @pytest.mark.parametrize("name", ["", "  ", "a\nb", "\x1b[2J", "\udc80", "x" * 201])

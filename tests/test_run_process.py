@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -15,6 +16,8 @@ from typing import Any
 import pytest
 import redis
 
+from dlite_agent import Settings
+from dlite_agent.run import opening
 from dlite_agent.sessions.embedded import EmbeddedServer
 from dlite_agent.testing import write_tiny_chat_model
 
@@ -162,6 +165,38 @@ def test_a_signal_stops_the_reply_and_the_thread_goes_on(
     assert script.wait_for("undone")["text"] == "and another"
     assert script.end() == 0
     assert script.seen[-1]["event"] == "end"
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-"])
+@pytest.mark.parametrize("form", [(), ("--json",)])
+def test_a_stream_that_is_closed_is_an_end_of_input_or_said_in_one_line(
+    command: tuple[list[str], dict[str, str]], closed: str, form: tuple[str, ...]
+) -> None:
+    arguments, environment = command
+    paths = {"PYTHONPATH": str(Path(__file__).parents[1])}
+    shell = ["sh", "-c", f'exec "$0" "$@" {closed}', sys.executable, *arguments, *form]
+    done = subprocess.run(
+        shell, env=os.environ | environment | paths, input=b"", capture_output=True, check=False, timeout=120
+    )
+    if closed == "<&-":
+        assert done.returncode == 0
+        assert b"dlite-agent run --thread default" in done.stdout.splitlines()[-1]
+    else:
+        assert done.returncode == 1
+        assert done.stderr.splitlines()[-1].startswith(b"dlite-agent: ConfigError: standard output is closed")
+    assert b"Traceback" not in done.stderr
+
+
+def test_a_fault_of_our_own_is_told_to_a_script_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def fail() -> opening.Options:
+        raise RuntimeError("not foreseen")
+
+    out = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", out)
+    with pytest.raises(RuntimeError):
+        opening.run_as_json(fail, settings=Settings(home=tmp_path))
+    event = {"event": "error", "kind": "RuntimeError", "message": "not foreseen", "is_fatal": True}
+    assert json.loads(out.getvalue()) == event
 
 
 def test_a_dumb_terminal_gets_lines_and_ctrl_c_twice_leaves(command: tuple[list[str], dict[str, str]]) -> None:

@@ -9,8 +9,9 @@ from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+from langchain.agents.middleware import AgentMiddleware, ToolRetryMiddleware
 from langchain_core.tools import BaseTool
 from rich.console import Console
 
@@ -18,7 +19,7 @@ from dlite_agent.agent import create_dlite_agent
 from dlite_agent.agent.terminal import ActivityBar
 from dlite_agent.chat_model import ChatDLite
 from dlite_agent.config import Settings
-from dlite_agent.errors import ConfigError, DLiteError
+from dlite_agent.errors import ConfigError
 from dlite_agent.run.approval import asking_middleware
 from dlite_agent.run.events import ErrorEvent
 from dlite_agent.run.history import History, check_thread_name
@@ -31,6 +32,8 @@ from dlite_agent.sessions.embedded import connect
 from dlite_agent.sessions.saver import RedisSaver
 from dlite_agent.sessions.store import SessionStore
 from dlite_agent.tools import default_tools
+
+_FAILURE_CHARACTERS = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,7 @@ def run_in_terminal(options: Options, *, settings: Settings, console: Console) -
     Raises:
         DLiteError: If the model, the server or the thread cannot be used.
     """
+    _open_streams()
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, io.TextIOWrapper):  # a byte that cannot be read or shown ends no conversation
             stream.reconfigure(errors="replace" if stream is sys.stdin else "backslashreplace")
@@ -99,17 +103,33 @@ def run_as_json(options: Callable[[], Options], *, settings: Settings) -> int:
     Raises:
         DLiteError: If the model, the server or the thread cannot be used; the last event says so.
     """
+    lines = _open_streams()
     view = JsonView(sys.stdout)
-    if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(encoding="utf-8", errors="replace")
+    if isinstance(lines, io.TextIOWrapper):
+        lines.reconfigure(encoding="utf-8", errors="replace")
     try:
         with redirect_stdout(sys.stderr), Stopper() as stopper:  # libraries may print
             chosen = options()
             model = _load(chosen, settings, stopper)
-            return Loop(open_agent(chosen, model), view=view, reader=LineReader(sys.stdin), stopper=stopper).run()
-    except DLiteError as error:
+            return Loop(open_agent(chosen, model), view=view, reader=LineReader(lines), stopper=stopper).run()
+    except BrokenPipeError:
+        raise
+    except Exception as error:  # also a fault of our own: its traceback is for us, and the script is told in its terms
         view.show(ErrorEvent(type(error).__name__, str(error), is_fatal=True))
         raise
+
+
+def _open_streams() -> TextIO:
+    """Return standard input, an empty one if it is closed.
+
+    Raises:
+        ConfigError: If standard output is closed.
+    """
+    if sys.stdout is None:
+        raise ConfigError("standard output is closed, so nothing can be shown; open it, or send it to a file")
+    if sys.stdin is None:
+        sys.stdin = io.StringIO()
+    return sys.stdin
 
 
 def _load(
@@ -158,6 +178,17 @@ def open_agent(options: Options, model: ChatDLite) -> Agent:
 
 
 def make_graph(model: Any, tools: list[BaseTool], saver: RedisSaver, *, is_asking: bool) -> Any:
-    """Return the agent's graph; calls of its own tools, not of the plan's, wait for a decision if it asks."""
-    middleware = [asking_middleware(tool.name for tool in tools)] if is_asking else []
+    """Return the agent's graph; calls of its own tools, not of the plan's, wait for a decision if it asks.
+
+    What a tool raises is told to the model as an error, and nothing is tried again: the call may have done its work.
+    """
+    middleware: list[AgentMiddleware[Any, Any, Any]] = []
+    if is_asking:
+        middleware.append(asking_middleware(tool.name for tool in tools))
+    middleware.append(ToolRetryMiddleware(max_retries=0, retry_on=(Exception,), on_failure=_failure))
     return create_dlite_agent(model, tools, checkpointer=saver, middleware=middleware)
+
+
+def _failure(error: Exception) -> str:
+    found = " ".join(f"{type(error).__name__}: {error}".split())[:_FAILURE_CHARACTERS]
+    return f"Error: the tool failed ({found}); it may have done a part of its work."
