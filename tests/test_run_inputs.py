@@ -76,6 +76,16 @@ def test_any_line_is_read_or_refused(line: str) -> None:
         assert not (is_asked and isinstance(found, Message) and not line.lstrip().startswith("{"))
 
 
+@pytest.mark.parametrize("line", ['{"a":' * 5000, '{"approve": ' + "[" * 5000, 'e {"a": ' + "[" * 5000])
+def test_a_line_that_is_nested_too_deeply_is_refused(line: str) -> None:
+    with pytest.raises(ConfigError, match="JSON"):
+        read_json(line, is_asked=True)
+
+
+def test_a_refusal_without_a_reason_has_none() -> None:
+    assert read_json('{"approve": false, "reason": null}', is_asked=True) == Answer("no")
+
+
 def test_a_question_is_answered_and_not_talked_over() -> None:
     assert read_plain("y", is_asked=False) == Message("y")
     assert read_plain("y", is_asked=True) == Answer("yes")

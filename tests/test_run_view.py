@@ -100,6 +100,16 @@ def test_every_event_is_one_line_of_ascii_json() -> None:
     assert json.loads(lines[1])["text"] == HOSTILE
 
 
+def test_numbers_that_json_lacks_are_text() -> None:
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    out = io.StringIO()
+    JsonView(out).show(ToolEvent("add", {"a": [1e999, {"b": float("nan")}], "c": 0.5}))
+    args = json.loads(out.getvalue(), parse_constant=refuse)["args"]
+    assert args == {"a": ["inf", {"b": "nan"}], "c": 0.5}
+
+
 def test_figures_add_up() -> None:
     stats = {"passes": 2, "proposed": 6, "accepted": {"lookup": 2}, "draft_us": 10**5, "target_us": 9 * 10**5}
     reused = {"prefilled": 3, "reused_store": 4, "reused_ram": 5}

@@ -86,7 +86,7 @@ def parse_arguments(text: str) -> dict[str, Any]:
     """
     try:
         args = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # nested too deeply is RecursionError
         raise ConfigError(f"the arguments are no JSON: {error}") from error
     if not isinstance(args, dict):
         raise ConfigError(f"the arguments are {text.strip()[:80]!r}; expected a JSON object")

@@ -66,14 +66,14 @@ def read_json(line: str, *, is_asked: bool) -> Input | None:
         return read_plain(line, is_asked=is_asked)
     try:
         fields: dict[str, Any] = json.loads(line)  # what begins with a brace is an object, or no JSON
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # nested too deeply is RecursionError
         raise ConfigError(f"the line begins like a JSON object and is none ({error}); expected {_FORMS}") from error
     if fields.keys() == {"message"} and isinstance(fields["message"], str) and fields["message"].strip():
         return Message(fields["message"])
     if fields.keys() == {"command"} and str(fields["command"]).startswith("/"):
         return SlashCommand(str(fields["command"]))
     if "approve" in fields and fields.keys() <= {"approve", "reason"}:
-        return _json_answer(fields["approve"], str(fields.get("reason", "")))
+        return _json_answer(fields["approve"], str(fields.get("reason") or ""))
     raise ConfigError(f"the object has the keys {sorted(fields)}; expected {_FORMS}")
 
 
