@@ -115,6 +115,27 @@ def test_arguments_are_held_to_a_json_schema_too(ran: Any) -> None:
     assert "'x' is not of type 'integer'" in said[0] and "'a' is a required property" in said[1]
 
 
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "string", "pattern": r"^\p{L}+$"},  # of another dialect of regular expressions
+        {"$ref": "#/definitions/Missing"},
+        {"$ref": "http://127.0.0.1:9/schema.json"},
+        {"type": "strin"},
+    ],
+)
+def test_a_schema_that_cannot_be_checked_leaves_that_to_the_tool(ran: Any, part: dict[str, str]) -> None:
+    @tool("count", description="Count.", args_schema={"type": "object", "properties": {"a": part}})
+    def count(**args: Any) -> str:
+        ran.append(args)
+        return "counted"
+
+    script = [calling("count", a="x"), AIMessage("done")]
+    messages = agent_of(ScriptedChatModel(script=script), [count]).invoke(GO, THREAD)["messages"]
+    assert ran == [{"a": "x"}]
+    assert messages[-1].text == "done"
+
+
 def test_errors_tell_a_cut_reply_from_a_broken_one_and_are_the_same_bytes_again(add: Any) -> None:
     def errors(kind: str) -> list[str]:
         model = ScriptedChatModel(script=[MALFORMED[kind], AIMessage("no")])

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from dlite_agent.prompting.dialects import HERMES
 from dlite_agent.prompting.parser import Event, InvalidToolCall, StreamParser, TextDelta, ToolCall
+from dlite_agent.prompting.schemas import is_valid
 
 SCHEMAS: dict[str, dict[str, Any]] = {
     "get_weather": {
@@ -256,3 +257,8 @@ def test_a_schema_that_is_broken_or_elsewhere_accepts_no_bare_call() -> None:
 
 def test_without_tools_json_is_text_at_once() -> None:
     assert StreamParser(HERMES, {}).feed('{"name": ') != []
+
+
+@pytest.mark.parametrize("part", [{"pattern": r"^\p{L}+$"}, {"$ref": "#/missing"}, {"type": "strin"}])
+def test_nothing_fits_a_schema_that_cannot_be_checked(part: dict[str, str]) -> None:
+    assert not is_valid({"a": "x"}, {"type": "object", "properties": {"a": part}})

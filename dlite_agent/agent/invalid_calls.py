@@ -8,12 +8,14 @@ an error, and the model may try again a bounded number of times.
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import jsonschema
+from jsonschema.exceptions import UnknownType
 from langchain.agents.middleware import AgentMiddleware
 from langchain.agents.middleware.types import ModelRequest, ModelResponse, ToolCallRequest, hook_config
 from langchain_core.messages import AIMessage, BaseMessage, InvalidToolCall, ToolCall, ToolMessage
@@ -21,6 +23,8 @@ from langchain_core.messages.tool import invalid_tool_call
 from langchain_core.tools import BaseTool
 from langgraph.types import Command
 from pydantic import BaseModel, ValidationError
+from referencing import Registry
+from referencing.exceptions import Unresolvable
 
 from dlite_agent.agent.reports import report
 from dlite_agent.agent.turns import Round, closing_message, refusal, rounds_of_turn
@@ -179,9 +183,7 @@ def _fault(tool: BaseTool, call: ToolCall) -> str | None:
     """Return what is wrong with a call's arguments, in one line, or None."""
     schema: Any = tool.tool_call_schema
     if isinstance(schema, dict):
-        errors = jsonschema.Draft202012Validator(schema).iter_errors(call["args"])
-        first = next(iter(errors), None)
-        return None if first is None else _one_line(f"wrong arguments: {first.message}")
+        return _schema_fault(schema, call["args"])
     if not issubclass(schema, BaseModel):  # of pydantic 1; the tool checks it
         return None
     try:
@@ -190,6 +192,16 @@ def _fault(tool: BaseTool, call: ToolCall) -> str | None:
         found = (f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
         return _one_line(f"wrong arguments: {'; '.join(found)}")
     return None
+
+
+def _schema_fault(schema: dict[str, Any], args: dict[str, Any]) -> str | None:
+    """Return what does not fit a schema; where that is broken, or refers elsewhere, the tool has to check."""
+    try:
+        errors = jsonschema.Draft202012Validator(schema, registry=Registry()).iter_errors(args)
+        first = next(iter(errors), None)
+    except (UnknownType, Unresolvable, RecursionError, re.error):
+        return None
+    return None if first is None else _one_line(f"wrong arguments: {first.message}")
 
 
 def _one_line(text: str) -> str:

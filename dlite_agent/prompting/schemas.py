@@ -130,5 +130,5 @@ def is_valid(value: Any, schema: Schema | None) -> bool:
     try:
         Draft202012Validator.check_schema(schema)
         return bool(Draft202012Validator(schema, registry=Registry()).is_valid(value))
-    except (SchemaError, Unresolvable, RecursionError):
+    except (SchemaError, Unresolvable, RecursionError, re.error):
         return False
