@@ -131,7 +131,15 @@ def test_below_the_budget_nothing_happens() -> None:
     assert list(agent.stream(given, stream_mode="custom")) == []
 
 
-@pytest.mark.parametrize("numbers", [{"max_tokens": 300}, {"max_tokens": 1000, "target_tokens": 1000}])
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        {"max_tokens": 300},
+        {"max_tokens": 1000, "target_tokens": 1000},
+        {"max_tokens": 1000, "keep_tokens": 0},
+        {"max_tokens": 1000, "summary_tokens": -1},
+    ],
+)
 def test_a_budget_without_room_is_refused(numbers: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match="to grow"):
+    with pytest.raises(ConfigError, match="expected"):
         PrefixCompaction(ScriptedChatModel(script=[]), **numbers)  # type: ignore[arg-type]

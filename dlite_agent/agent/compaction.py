@@ -91,7 +91,10 @@ class PrefixCompaction(SummarizationMiddleware[Any, Any]):
         """
         target = max_tokens // 2 if target_tokens is None else target_tokens
         keep = target // 4 if keep_tokens is None else keep_tokens
-        if not 0 < keep + summary_tokens < target < max_tokens:
+        if keep < 1 or summary_tokens < 0:
+            got = f"{keep} and {summary_tokens}"
+            raise ConfigError(f"keep_tokens and summary_tokens are {got}; expected at least 1 and 0")
+        if not keep + summary_tokens < target < max_tokens:
             got = f"{keep + summary_tokens}, {target}, {max_tokens}"
             raise ConfigError(
                 f"keep_tokens + summary_tokens, target_tokens and max_tokens are {got}; expected them to grow"

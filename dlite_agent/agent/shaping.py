@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from typing import Any
 
 _ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
@@ -51,9 +51,11 @@ def canonical_text(text: str) -> str:
     if stripped[:1] in ("{", "["):
         try:
             value = json.loads(stripped, parse_float=_exact, object_pairs_hook=_distinct)
-            return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+            canonical = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+            canonical.encode()
+            return canonical
         except (ValueError, RecursionError):
-            pass  # it only begins like JSON, or has numbers or keys that would not survive
+            pass  # it only begins like JSON, or has numbers, keys or characters that would not survive
     return _ANSI.sub("", text).replace("\r\n", "\n").replace("\r", "\n").rstrip()
 
 
@@ -85,7 +87,11 @@ def _end_of_line(text: str, position: int) -> int:
 
 def _exact(number: str) -> float:
     value = float(number)
-    if Decimal(number) != Decimal(repr(value)):
+    try:
+        is_same = Decimal(number) == Decimal(repr(value))
+    except InvalidOperation:  # its exponent is out of all bounds
+        is_same = False
+    if not is_same:
         raise ValueError(f"{number} is no float")
     return value
 
