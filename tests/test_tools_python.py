@@ -8,6 +8,8 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from langchain_core.messages import ToolMessage
 from langchain_core.tools import BaseTool
 
 from dlite_agent.errors import ConfigError
-from dlite_agent.tools import Limits, python_tool
+from dlite_agent.tools import Limits, process, python_tool
 from dlite_agent.tools import python as python_module
 from dlite_agent.tools.process import require_confinement, run_confined
 
@@ -181,3 +183,24 @@ def test_programs_of_many_threads_do_not_mix() -> None:
 def test_limits_are_positive() -> None:
     with pytest.raises(ConfigError, match="seconds is 0"):
         Limits(seconds=0)
+
+
+def test_looking_at_a_large_folder_takes_nothing_of_a_program_s_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passed, look = [0.0], process._used_bytes
+
+    class Clock:
+        sleep = staticmethod(time.sleep)
+
+        @staticmethod
+        def monotonic() -> float:
+            return time.monotonic() + passed[0]
+
+    def first_look(folders: Sequence[str]) -> float:
+        passed[0] = 100.0
+        return look(folders)
+
+    monkeypatch.setattr(process, "time", Clock)
+    monkeypatch.setattr(process, "_used_bytes", first_look)
+    assert run_confined("print(1)", folder=tmp_path).text() == "1\n"

@@ -76,6 +76,16 @@ def test_what_cannot_be_searched_is_said(search: FileSearch) -> None:
             search.find_files(pattern)
 
 
+def test_a_pattern_that_python_warns_of_is_searched_for(search: FileSearch, tmp_path: Path) -> None:
+    (tmp_path / "sets.txt").write_text("[a]\n")
+    assert search.search_files("[[a]", "sets.txt", is_regex=True) == "sets.txt:1: [a]"
+
+
+def test_a_path_that_is_no_unicode_is_refused(search: FileSearch) -> None:
+    with pytest.raises(ToolException, match="Unicode"):
+        search.search_files("hit", "\ud800")
+
+
 def test_a_search_that_finds_too_much_is_cut(
     search: FileSearch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -252,6 +252,8 @@ ATTACKS: list[tuple[str, str, str]] = [
     ("no-scheme", "//good.test:{g}/", "must be like https"),
     ("no-host", "http:///etc/passwd", "must be like https"),
     ("large-port", "http://good.test:99999/", "cannot read the URL"),
+    ("surrogate-path", "http://good.test:{g}/\ud800", "cannot read the URL"),
+    ("surrogate-query", "http://good.test:{g}/?\ud800", "cannot read the URL"),
     ("broken-ipv6", "http://[::1/", "cannot read the URL"),
     ("long-name", "http://" + "a" * 300 + ".test/", "cannot read the URL"),
     ("long", "http://good.test:{g}/" + "a" * 3000, "more than 2000"),

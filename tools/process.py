@@ -92,6 +92,7 @@ def run_confined(
     write: Sequence[Path] = (),
     folder: Path | None = None,
     is_required: bool = False,
+    is_quiet: bool = False,
 ) -> Outcome:
     """Run a Python program with the standard library, no network and no other process; four run at once at most.
 
@@ -103,6 +104,7 @@ def run_confined(
         write: Files and folders it may read and change.
         folder: Where it runs, and may write; a new folder that is removed afterwards if None.
         is_required: Refuse to run where the operating system cannot confine files and network.
+        is_quiet: Leave Python's warnings out of the output.
 
     Raises:
         ConfigError: If it was required to be confined and cannot be.
@@ -120,7 +122,7 @@ def run_confined(
             "is_required": is_required,
         }
         data = json.dumps(spec).encode()
-        with _started(scratch) as process:
+        with _started(scratch, is_quiet=is_quiet) as process:
             outcome = _Run(process, len(data).to_bytes(8, "big") + data + stdin, limits, granted).finish()
     if is_required and outcome.output.startswith(confine.NOT_CONFINED):
         raise ConfigError("this system cannot confine programs (needs Linux with Landlock and seccomp filters)")
@@ -165,7 +167,8 @@ def run_worker(
         ToolException: If a limit ended it, or with what it printed before it exited with a status other than 0.
     """
     source = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
-    outcome = run_confined(source, stdin=json.dumps(arguments).encode(), limits=limits, read=read, write=write)
+    data = json.dumps(arguments).encode()
+    outcome = run_confined(source, stdin=data, limits=limits, read=read, write=write, is_quiet=True)
     if reason := explain(outcome, limits):
         raise ToolException(reason)
     if outcome.status:
@@ -187,10 +190,11 @@ def _scratch_folder() -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _started(scratch: str) -> Iterator[subprocess.Popen[bytes]]:
+def _started(scratch: str, *, is_quiet: bool) -> Iterator[subprocess.Popen[bytes]]:
     """Start the interpreter in a session of its own; kill the whole of it in the end."""
+    flags = ["-P", "-S", "-s", "-B", "-X", "utf8", *(["-W", "ignore"] if is_quiet else [])]
     process = subprocess.Popen(
-        [sys.executable, "-P", "-S", "-s", "-B", "-X", "utf8", confine.__file__],
+        [sys.executable, *flags, confine.__file__],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -227,8 +231,8 @@ class _Run:
         self._limits = limits
         self._folders = folders
         self._output = bytearray()
-        self._deadline = time.monotonic() + limits.seconds
         self._most_disk = _used_bytes(folders) + limits.disk_bytes
+        self._deadline = time.monotonic() + limits.seconds  # the look at large folders is not the program's time
         self._next_disk_look = 0.0
         self._stop = STOP.get()
 

@@ -77,7 +77,7 @@ class FileSearch:
                 pass
         except (NotADirectoryError, FileNotFoundError):
             return [(_shown(start), self._workspace.read_text(path))], []
-        except OSError:
+        except (OSError, UnicodeEncodeError):
             with readable_errors(path):
                 raise
         texts: list[tuple[str, str]] = []

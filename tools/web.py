@@ -302,14 +302,14 @@ def _parse(url: str) -> _Location:
     try:
         parts = urlsplit(url)
         host, port = _canonical(parts.hostname or ""), parts.port
+        path = quote(parts.path or "/", safe="/%:@!$&'()*+,;=~-._")
+        query = quote(parts.query, safe="/?%:@!$&'()*+,;=~-._")
     except ValueError as error:
         raise ToolException(f"cannot read the URL: {error}") from error
     if parts.scheme not in _PORTS or not host:
         raise ToolException("the URL must be like https://example.org/page")
     if "@" in parts.netloc:
         raise ToolException("a user name in the URL is not allowed")
-    path = quote(parts.path or "/", safe="/%:@!$&'()*+,;=~-._")
-    query = quote(parts.query, safe="/?%:@!$&'()*+,;=~-._")
     return _Location(parts.scheme, host, port or _PORTS[parts.scheme], f"{path}?{query}" if query else path)
 
 
