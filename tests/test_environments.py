@@ -17,10 +17,13 @@ from langchain_core.messages import AIMessage, ToolMessage
 from dlite_agent.bench.prompts import EXCERPT
 from dlite_agent.environments import LiveTask, environment_tools, open_environment, read_live_tasks
 from dlite_agent.environments.bfcl import packaged_facts, parse_call
+from dlite_agent.environments.installed import BFCL as BFCL_PACKAGE
+from dlite_agent.environments.installed import TAU2 as TAU2_PACKAGE
 from dlite_agent.errors import ConfigError, MissingDependencyError
 from dlite_agent.tool_schemas import format_tools
 
 MODULES = {"bfcl": "bfcl_eval", "tau2": "tau2"}
+COMMANDS = {"bfcl": BFCL_PACKAGE.command, "tau2": TAU2_PACKAGE.command}
 SCHEMA = {"type": "object", "properties": {"dir_name": {"type": "string", "description": "Its name."}}}
 MKDIR = {"type": "function", "function": {"name": "mkdir", "description": "Make a folder.", "parameters": SCHEMA}}
 ROOT = {"root": {"home": {"type": "directory", "contents": {"docs": {"type": "directory", "contents": {}}}}}}
@@ -53,7 +56,7 @@ def task(tmp_path: Path) -> LiveTask:
 
 def need(kind: str) -> None:
     if importlib.util.find_spec(MODULES[kind]) is None:
-        pytest.skip(f"{MODULES[kind]} is not installed")
+        pytest.skip(f"{MODULES[kind]} is not installed; run: {COMMANDS[kind]}")
 
 
 def test_a_session_without_an_environment_is_no_live_one(tmp_path: Path) -> None:
