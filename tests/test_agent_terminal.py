@@ -68,3 +68,14 @@ def test_a_turn_can_be_ended_after_the_step_that_it_is_in() -> None:
     with pytest.raises(GraphDrained):
         seen.extend(run_turn(agent, "go", {"configurable": {"thread_id": "1"}}, control=control))
     assert seen == [ToolEvent("look", {}), ResultEvent("look", "a view", is_error=False)]
+
+
+def test_a_result_in_blocks_is_shown_as_its_text() -> None:
+    def look() -> list[dict[str, str]]:
+        """Look as tools of MCP servers answer."""
+        return [{"type": "text", "text": "a view"}, {"type": "text", "text": "and more"}]
+
+    model = ScriptedChatModel(script=[calling("look"), AIMessage("done")])
+    agent = create_dlite_agent(model, [look], has_plan=False, checkpointer=InMemorySaver())
+    seen = list(run_turn(agent, "go", {"configurable": {"thread_id": "1"}}))
+    assert ResultEvent("look", "a view\nand more", is_error=False) in seen

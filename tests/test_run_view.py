@@ -87,6 +87,11 @@ def test_streamed_text_is_printed_as_it_is_and_the_next_line_begins_a_line(monke
     assert out == "".join(parts) + "\nnote\n"
 
 
+def test_a_narrow_terminal_gets_every_word_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = shown(all_events(), monkeypatch, width=20)
+    assert "…" not in out
+
+
 def test_every_event_is_one_line_of_ascii_json() -> None:
     out = io.StringIO()
     view = JsonView(out)

@@ -11,6 +11,7 @@ from langgraph.runtime import RunControl
 from langgraph.types import Command
 
 from dlite_agent.agent.reports import REPORT_KEY
+from dlite_agent.agent.shaping import plain_text
 from dlite_agent.prompting.messages import METADATA_KEY
 
 
@@ -159,7 +160,9 @@ def _update_events(update: Any, seen: set[str | None], streamed: set[str | None]
                 yield TextEvent(message.text)
             yield from _reply_events(message)
         elif isinstance(message, ToolMessage):
-            yield ResultEvent(message.name or "", str(message.content), message.status == "error")
+            text = plain_text(message.content)  # None: there are images and the like in it
+            is_error = message.status == "error"
+            yield ResultEvent(message.name or "", str(message.content) if text is None else text, is_error)
     if isinstance(update.get("todos"), list) and update["todos"]:
         yield PlanEvent([dict(todo) for todo in update["todos"]])
 

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.filesize import decimal
 from rich.panel import Panel
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from dlite_agent.agent.events import AgentEvent, CallEvent, TextEvent
@@ -115,14 +115,14 @@ def _tools(event: ToolsEvent, console: Console) -> None:
 
 
 def _stats(event: StatsEvent, console: Console) -> None:
-    table = Table("", "last turn", "in all", box=None, padding=(0, 2, 0, 0))
+    table = _table("", "last turn", "in all")
     for name in event.in_all:
         table.add_row(name, _shown(event.last_turn[name]), _shown(event.in_all[name]))
     console.print(table)
 
 
 def _sessions(event: SessionsEvent, console: Console) -> None:
-    table = Table("thread", "turns", "tokens", "size", "last turn", box=None, padding=(0, 2, 0, 0))
+    table = _table("thread", "turns", "tokens", "size", "last turn")
     for found in event.sessions:
         moment = found["last_turn_at"]
         when = "never" if moment is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(moment))
@@ -164,8 +164,15 @@ _SHOWN: dict[type, Callable[[Any, Console], None]] = {
 }
 
 
+def _table(*headers: str) -> Table:
+    """Return a table that breaks words in a narrow terminal, and shortens none."""
+    columns = (Column(header, overflow="fold") for header in headers)
+    return Table(*columns, box=None, padding=(0, 2, 0, 0))
+
+
 def _rows(rows: Any, console: Console) -> None:
-    table = Table.grid(padding=(0, 2, 0, 0))
+    table = _table("", "")
+    table.show_header = False
     for row in rows:
         table.add_row(*(Text(plain_line(cell)) for cell in row))
     console.print(table)
