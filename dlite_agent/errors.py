@@ -135,6 +135,10 @@ class SessionExistsError(SessionError):
     """A new session would take the name of one that exists."""
 
 
+class ThreadInUseError(SessionError):
+    """Another run on this machine talks on the thread."""
+
+
 class SessionFileError(SessionError, ValueError):
     """A file that should hold an exported session is damaged, truncated or not readable."""
 

@@ -39,6 +39,7 @@ from dlite_agent.drafters.null import NullDrafter
 from dlite_agent.drafters.protocol import Drafter, DraftView, Proposal
 from dlite_agent.engine import decode as decoding
 from dlite_agent.engine.draft_length import PassCost
+from dlite_agent.engine.products import pack
 from dlite_agent.engine.request import Step
 from dlite_agent.engine.target import Target
 from dlite_agent.engine.verify import Verdict, verify
@@ -582,6 +583,11 @@ def test_bytes_are_counted_once_through_attributes_slots_containers_and_views() 
     counted = HeldBytes(holder)
     holder.seen[1] = ["x" * 5000]
     assert 5000 < counted() < 6000
+
+
+def test_packed_weights_are_counted_once() -> None:
+    packed = pack(torch.zeros(64, 48))
+    assert 64 * 48 * 4 <= reachable_bytes([packed, packed]) - reachable_bytes([]) < 2 * 64 * 48 * 4
 
 
 # Positions, costs and changes of turn.

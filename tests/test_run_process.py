@@ -235,3 +235,24 @@ def test_a_dumb_terminal_gets_lines_and_ctrl_c_twice_leaves(command: tuple[list[
     assert b"/undo" in screen
     assert b"Ctrl-C again" in screen
     assert b"\x1b" not in screen
+
+
+def test_a_thread_is_open_in_one_run_at_a_time(
+    scripts: list[Script], command: tuple[list[str], dict[str, str]]
+) -> None:
+    arguments, environment = command
+    arguments = [*arguments, "--json", "--max-tokens", "4", "--thread"]
+    scripts += [Script(*arguments, "trip", environment=environment)]
+    scripts[0].wait_for("start")
+    scripts += [Script(*arguments, "trip", environment=environment)]
+    refused = scripts[1].wait_for("error")
+    assert (refused["kind"], refused["is_fatal"]) == ("ThreadInUseError", True)
+    assert scripts[1].end() == 1
+    scripts[0].send("hello")
+    assert scripts[0].wait_for("turn_end")["outcome"] == "done"
+    scripts[0].send("/fork side")
+    scripts[0].wait_for("forked")
+    scripts += [Script(*arguments, "trip", environment=environment)]  # free again
+    assert scripts[2].wait_for("start")["num_turns"] == 1
+    scripts += [Script(*arguments, "side", environment=environment)]
+    assert scripts[3].wait_for("error")["kind"] == "ThreadInUseError"

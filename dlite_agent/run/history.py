@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from dlite_agent.agent.turns import closing_message, is_said, is_turn_over, roun
 from dlite_agent.errors import ConfigError, SessionExistsError, UnknownSessionError
 from dlite_agent.run.approval import open_question
 from dlite_agent.run.events import ApprovalEvent, ForkedEvent, UndoneEvent
+from dlite_agent.run.thread_lock import ThreadLock
 from dlite_agent.sessions.creating import fork_session
 from dlite_agent.sessions.keys import SessionName
 from dlite_agent.sessions.saver import RedisSaver
@@ -73,12 +75,14 @@ class History:
         saver: Keeps its checkpoints.
         store: Keeps its sessions, or None.
         thread_id: The thread; `fork` moves on to another.
+        lock: Keeps other runs off the thread, or None.
     """
 
     graph: Any
     saver: RedisSaver
     store: SessionStore | None
     thread_id: str
+    lock: ThreadLock | None = None
 
     @property
     def config(self) -> dict[str, Any]:
@@ -164,14 +168,16 @@ class History:
         Raises:
             ConfigError: If the name cannot be used.
             SessionExistsError: If there is such a thread.
+            ThreadInUseError: If another run is about to begin it.
             UnknownSessionError: If there is no such checkpoint.
         """
         target = self._free_name() if name is None else check_thread_name(name)
         if self._exists(target):
             raise SessionExistsError(f"thread {target!r} exists; choose another name")
         at = self._at(checkpoint)
-        shared = self._fork_session(target, at.values.get("session") or {})
-        self.saver.copy_thread(self.thread_id, target)
+        with nullcontext() if self.lock is None else self.lock.moving_to(target):
+            shared = self._fork_session(target, at.values.get("session") or {})
+            self.saver.copy_thread(self.thread_id, target)
         origin, self.thread_id = self.thread_id, target
         if checkpoint is not None:
             self._go_to(self._at(checkpoint))

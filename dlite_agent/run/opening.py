@@ -28,6 +28,7 @@ from dlite_agent.run.json_view import JsonView
 from dlite_agent.run.loop import Agent, Loop
 from dlite_agent.run.stopping import Stopper
 from dlite_agent.run.terminal_view import TerminalReader, TerminalView
+from dlite_agent.run.thread_lock import ThreadLock
 from dlite_agent.sessions.embedded import connect
 from dlite_agent.sessions.saver import RedisSaver
 from dlite_agent.sessions.store import SessionStore
@@ -83,11 +84,12 @@ def run_in_terminal(options: Options, *, settings: Settings, console: Console) -
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, io.TextIOWrapper):  # a byte that cannot be read or shown ends no conversation
             stream.reconfigure(errors="replace" if stream is sys.stdin else "backslashreplace")
-    with ActivityBar(console) as bar, Stopper() as stopper:
+    with ThreadLock(settings, options.thread_id) as lock, ActivityBar(console) as bar, Stopper() as stopper:
         bar.show(f"loading {options.model}")
         model = _load(options, settings, stopper, bar.show_prefill)
         view = TerminalView(console, on_show=bar.hide)
-        return Loop(open_agent(options, model), view=view, reader=TerminalReader(console), stopper=stopper).run()
+        agent = open_agent(options, model, lock)
+        return Loop(agent, view=view, reader=TerminalReader(console), stopper=stopper).run()
 
 
 def run_as_json(options: Callable[[], Options], *, settings: Settings) -> int:
@@ -110,8 +112,9 @@ def run_as_json(options: Callable[[], Options], *, settings: Settings) -> int:
     try:
         with redirect_stdout(sys.stderr), Stopper() as stopper:  # libraries may print
             chosen = options()
-            model = _load(chosen, settings, stopper)
-            return Loop(open_agent(chosen, model), view=view, reader=LineReader(lines), stopper=stopper).run()
+            with ThreadLock(settings, chosen.thread_id) as lock:
+                agent = open_agent(chosen, _load(chosen, settings, stopper), lock)
+                return Loop(agent, view=view, reader=LineReader(lines), stopper=stopper).run()
     except BrokenPipeError:
         raise
     except Exception as error:  # also a fault of our own: its traceback is for us, and the script is told in its terms
@@ -153,8 +156,8 @@ def _load(
     return model
 
 
-def open_agent(options: Options, model: ChatDLite) -> Agent:
-    """Return the agent of a thread.
+def open_agent(options: Options, model: ChatDLite, lock: ThreadLock) -> Agent:
+    """Return the agent of a thread that this run holds.
 
     A thread with a question that nobody has answered asks on, whatever the options say: going on without the middleware
     would run the call.
@@ -163,7 +166,7 @@ def open_agent(options: Options, model: ChatDLite) -> Agent:
     saver = RedisSaver(store.client)
     tools = default_tools(options.workspace)
     graph = make_graph(model, tools, saver, is_asking=True)
-    history = History(graph, saver, store, options.thread_id)
+    history = History(graph, saver, store, options.thread_id, lock)
     is_asking = options.is_asking or history.question is not None
     if not is_asking:
         history.graph = make_graph(model, tools, saver, is_asking=False)

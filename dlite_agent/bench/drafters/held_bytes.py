@@ -55,16 +55,24 @@ def reachable_bytes(root: object) -> int:
             continue
         seen.add(id(value))
         if isinstance(value, torch.Tensor):
-            storage = value.untyped_storage()
-            if ("storage", storage.data_ptr()) not in seen:
-                seen.add(("storage", storage.data_ptr()))
-                total += storage.nbytes()
+            address, num_bytes = _memory(value)
+            if ("storage", address) not in seen:
+                seen.add(("storage", address))
+                total += num_bytes
         elif isinstance(value, np.ndarray):
             total += value.nbytes
         else:
             total += sys.getsizeof(value)
             waiting += _inside(value)
     return total
+
+
+def _memory(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return where a tensor's memory is, and its bytes."""
+    if tensor.is_mkldnn:  # packed weights
+        return torch.ops.mkldnn.data_ptr(tensor), torch.ops.mkldnn._nbytes(tensor)
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.nbytes()
 
 
 def _inside(value: Any) -> Iterator[Any]:
