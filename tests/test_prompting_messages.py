@@ -133,6 +133,13 @@ def test_content_the_model_cannot_read_is_refused_and_named(kind: str) -> None:
         to_template_messages([HumanMessage(content=[{"url": "x"}])])
 
 
+def test_what_the_model_cannot_read_of_a_result_is_named_in_its_place() -> None:
+    """A refusal would leave a thread that nobody can go on with."""
+    content: list[str | dict[str, Any]] = [{"type": "text", "text": "the chart:"}, {"type": "image", "base64": "aGk="}]
+    text = convert_one(ToolMessage(content=content, tool_call_id="c"))["content"]
+    assert text == "the chart:(image block left out: this model reads text only)"
+
+
 def test_a_message_that_is_no_part_of_a_conversation_is_refused() -> None:
     with pytest.raises(PromptError, match="no part of a conversation"):
         to_template_messages([RemoveMessage(id="x")])

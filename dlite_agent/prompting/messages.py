@@ -50,7 +50,8 @@ def to_template_messages(
         dialect: How calls are written. A reply that was generated in another dialect is rendered from its fields.
 
     Raises:
-        UnsupportedContentError: A message holds images, audio or other content the target cannot read.
+        UnsupportedContentError: A message that is no tool result holds images, audio or other content that the target
+            cannot read. In a result, a line says what is left out.
         PromptError: A message is of a kind that is no part of a conversation, or calls with arguments that are no JSON.
     """
     hints = {"success": result_hint, "error": error_hint or result_hint}
@@ -75,7 +76,7 @@ def _convert(message: BaseMessage, index: int, hints: Mapping[str, str | None], 
     where = f"message {index} ({message.type})"
     if isinstance(message, AIMessage):
         return _convert_assistant(message, where, dialect)
-    text = _text_of(message.content, where=where)
+    text = _text_of(message.content, where=where, is_result=isinstance(message, ToolMessage))
     if isinstance(message, SystemMessage):
         return {"role": "system", "content": text}
     if isinstance(message, HumanMessage):
@@ -126,7 +127,10 @@ def _convert_result(message: ToolMessage, text: str, hint: str | None) -> dict[s
     return {"role": "tool", "content": text, "tool_call_id": message.tool_call_id, **named}
 
 
-def _text_of(content: str | Sequence[str | Mapping[str, Any]], *, where: str, is_assistant: bool = False) -> str:
+def _text_of(
+    content: str | Sequence[str | Mapping[str, Any]], *, where: str, is_assistant: bool = False, is_result: bool = False
+) -> str:
+    """Return the text of a message; nobody can take back what a tool has given, so the model is told what it lacks."""
     if isinstance(content, str):
         return _encodable(content)
     parts: list[str] = []
@@ -135,6 +139,8 @@ def _text_of(content: str | Sequence[str | Mapping[str, Any]], *, where: str, is
             parts.append(block)
         elif block.get("type") == "text" and isinstance(block.get("text"), str):
             parts.append(block["text"])
+        elif is_result:
+            parts.append(f"({block.get('type', 'nameless')} block left out: this model reads text only)")
         elif not (is_assistant and block.get("type") in _UNSPOKEN_BLOCKS):
             raise UnsupportedContentError(
                 f"{where} holds a {block.get('type', 'nameless')!r} block; this model reads text only: "
