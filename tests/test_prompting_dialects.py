@@ -121,11 +121,7 @@ def can_write(dialect: Dialect, calls: Calls) -> bool:
 
 strings = st.lists(st.sampled_from(NASTY) | st.text(max_size=6), max_size=4).map("".join)
 json_values: st.SearchStrategy[Any] = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(1 << 63), (1 << 64) - 1)
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | strings,
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | strings,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(strings, inner, max_size=3),
     max_leaves=6,
 )
@@ -133,7 +129,7 @@ keys = st.sampled_from(["city", "from", "größe", "x-y", "a.b", "None", "class"
 weather = st.fixed_dictionaries(
     {"city": strings},
     optional={
-        "days": st.integers(-(1 << 63), (1 << 64) - 1),
+        "days": st.integers(),
         "unit": st.none() | strings,
         "near": st.fixed_dictionaries({"x": st.floats(allow_nan=False, allow_infinity=False)}),
         "more": json_values,
@@ -303,7 +299,6 @@ MALFORMED = [
     (LFM2, "<|tool_call_start|>[get(a=1, a=2)]<|tool_call_end|>", "given twice"),
     (LFM2, "<|tool_call_start|>[get(a=1 b=2)]<|tool_call_end|>", "expected ','"),
     (LFM2, "<|tool_call_start|>[get(a='\\ud800')]<|tool_call_end|>", "surrogate"),
-    (LFM2, "<|tool_call_start|>[get(a=-9223372036854775809)]<|tool_call_end|>", "64 bits"),
     (LFM2, f"<|tool_call_start|>[get(a={'[' * 500}{']' * 500})]<|tool_call_end|>", "nested"),
     (GEMMA, "```tool_code\nprint 5\n```", "name(key=value"),
     (FUNCTIONGEMMA, "<start_function_call>call:get{a:b}<end_function_call>", "neither a number"),

@@ -38,11 +38,7 @@ NASTY = [
 ]
 strings = st.lists(st.sampled_from(NASTY) | st.text(max_size=6), max_size=4).map("".join)
 json_values: st.SearchStrategy[Any] = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(1 << 63), (1 << 64) - 1)
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | strings,
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | strings,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(strings, inner, max_size=3),
     max_leaves=6,
 )
@@ -234,8 +230,6 @@ def test_text_in_a_string_of_an_unfinished_call_is_never_run() -> None:
         ('{"name": "get", "arguments": [1]}', "no JSON object"),
         ('{"name": "get", "arguments": {"x": NaN}}', "NaN"),
         ('{"name": "get", "arguments": {"x": "\\ud800"}}', "surrogate"),
-        ('{"name": "get", "arguments": {"x": [18446744073709551616]}}', "64 bits"),
-        ('{"name": "get", "arguments": {"x": ' + "[" * 300 + "]" * 300 + "}}", "nested"),
         ('{"name": "get", "arguments": {}}}', "one JSON object"),
         ('{"name": "get", "arguments": ' + '{"a":' * 3000 + "1" + "}" * 3000 + "}", "nested"),
     ],

@@ -82,13 +82,6 @@ def test_a_line_that_is_nested_too_deeply_is_refused(line: str) -> None:
         read_json(line, is_asked=True)
 
 
-@pytest.mark.parametrize("value", ["18446744073709551616", "-9223372036854775809", "[" * 200 + "]" * 200, r'"\ud800"'])
-@pytest.mark.parametrize("form", ['{"approve": {"a": VALUE}}', 'e {"a": VALUE}'])
-def test_arguments_that_no_thread_can_keep_are_refused(value: str, form: str) -> None:
-    with pytest.raises(ConfigError, match="cannot be kept"):
-        read_json(form.replace("VALUE", value), is_asked=True)
-
-
 def test_a_refusal_without_a_reason_has_none() -> None:
     assert read_json('{"approve": false, "reason": null}', is_asked=True) == Answer("no")
 

@@ -17,9 +17,6 @@ from dlite_agent.prompting.rules import Rules, in_json, plain_name, quoted
 from dlite_agent.prompting.schemas import Schema
 from dlite_agent.prompting.spans import JSON_SPAN, NO, SPACE, TOOL_NAME, SpanStyle, scan_literal, scan_name, skip_space
 
-_INTEGERS = range(-(1 << 63), 1 << 64)
-_MAX_DEPTH = 100
-
 Call = tuple[str, dict[str, Any]]
 
 
@@ -219,20 +216,7 @@ def load_json(text: str) -> Any:
 def checked(value: Any) -> Any:
     """The value, unless it holds what no store and no wire takes; raises ValueError then."""
     json.dumps(value, ensure_ascii=False).encode()  # a lone surrogate would break every store and wire later on
-    _check_bounds(value, _MAX_DEPTH)
     return value
-
-
-def _check_bounds(value: Any, depth: int) -> None:
-    """Refuse what MessagePack cannot hold, in which LangGraph keeps its checkpoints."""
-    if isinstance(value, int) and value not in _INTEGERS:
-        raise ValueError("a whole number has more than 64 bits")
-    if not isinstance(value, dict | list):
-        return
-    if depth == 0:
-        raise ValueError("the JSON is nested too deeply")
-    for item in value.values() if isinstance(value, dict) else value:
-        _check_bounds(item, depth - 1)
 
 
 def _refuse_constant(name: str) -> None:

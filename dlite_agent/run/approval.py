@@ -11,7 +11,6 @@ from langchain.agents.middleware import HumanInTheLoopMiddleware, InterruptOnCon
 from langgraph.types import Command
 
 from dlite_agent.errors import ConfigError
-from dlite_agent.prompting.forms import checked
 from dlite_agent.run.events import ApprovalEvent
 
 Choice = Literal["yes", "no", "edit", "always"]
@@ -91,19 +90,6 @@ def parse_arguments(text: str) -> dict[str, Any]:
         raise ConfigError(f"the arguments are no JSON: {error}") from error
     if not isinstance(args, dict):
         raise ConfigError(f"the arguments are {text.strip()[:80]!r}; expected a JSON object")
-    return storable(args)
-
-
-def storable(args: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of an edited call if a thread can keep them.
-
-    Raises:
-        ConfigError: If it cannot.
-    """
-    try:
-        checked(args)
-    except ValueError as error:
-        raise ConfigError(f"the arguments cannot be kept as JSON ({error}); write others") from error
     return args
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TextIO
 
 from dlite_agent.errors import ConfigError
-from dlite_agent.run.approval import Answer, parse_answer, storable
+from dlite_agent.run.approval import Answer, parse_answer
 from dlite_agent.run.events import ApprovalEvent
 
 _FORMS = '{"message": TEXT}, {"command": "/NAME"} or {"approve": true, false, "always" or {arguments}, "reason": TEXT}'
@@ -79,7 +79,7 @@ def read_json(line: str, *, is_asked: bool) -> Input | None:
 
 def _json_answer(approve: Any, reason: str) -> Answer:
     if isinstance(approve, dict):
-        return Answer("edit", args=storable(approve))
+        return Answer("edit", args=approve)
     if isinstance(approve, bool):
         return Answer("yes" if approve else "no", reason)
     if approve == "always":
