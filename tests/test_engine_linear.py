@@ -230,6 +230,13 @@ def test_a_build_that_cannot_pack_multiplies_plain_weights(
         assert not any(table.wants_packed for table in calibrate(small_model(), mode=mode).values())
 
 
+def test_weights_that_could_not_be_packed_are_multiplied_plain() -> None:
+    """A small one may be packed where there is no memory for another copy of these."""
+    unpacked = Weights([torch.randn(3, 5)], [], torch.ones(1))
+    assert not measure(unpacked).wants_packed
+    assert not measure_exact(unpacked).wants_packed
+
+
 PLAIN_TIMES = {("columns", 2, 0): 1.0, ("rows", 8, 0): 3.0}
 
 

@@ -134,7 +134,7 @@ def _candidates(weights: Weights, thread_counts: Sequence[int]) -> list[Way]:
 
 def _measured(weights: Weights, thread_counts: Sequence[int]) -> Iterator[Way]:
     dtype, in_features = weights.same[0].dtype, weights.shape[1]
-    methods = _methods_for(dtype)
+    methods = [name for name in _methods_for(dtype) if name != PACKED or weights.packed]
     for num_rows in ROW_COUNTS:
         x = torch.randn(num_rows, in_features, dtype=dtype)
         best = float("inf")
