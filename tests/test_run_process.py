@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pty
+import select
 import signal
 import subprocess
 import sys
@@ -213,6 +214,7 @@ def test_a_dumb_terminal_gets_lines_and_ctrl_c_twice_leaves(command: tuple[list[
     def wait_for(text: bytes, count: int = 1) -> None:
         nonlocal screen
         while screen.count(text) < count:
+            assert select.select([terminal], [], [], 120)[0], screen  # a hang would say nothing
             screen += os.read(terminal, 4096)
 
     try:
