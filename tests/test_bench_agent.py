@@ -26,6 +26,7 @@ from dlite_agent.bench.journal import Journal
 from dlite_agent.bench.peers import load_stock
 from dlite_agent.cli import main
 from dlite_agent.environments import LiveTask, live
+from dlite_agent.environments.installed import BFCL
 from dlite_agent.environments.state import EndState
 from dlite_agent.errors import ConfigError, MissingDependencyError
 from dlite_agent.recorded import RecordedSession
@@ -287,7 +288,7 @@ def test_the_command_prints_every_figure_and_one_json_line(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if importlib.util.find_spec("bfcl_eval") is None:
-        pytest.skip("bfcl-eval is not installed")
+        pytest.skip(f"bfcl_eval is not installed; run: {BFCL.command}")
     command = ["bench", "agent", "--quick", "--model", str(folder), "--max-prompt", "20000", "--max-tokens", "4"]
     command += ["--calls", "2", "--limit", "1", "--only", "oracle", "replay", "live", "race", "malformed"]
     assert main([*command, "--out", str(tmp_path / "journal"), "--json", str(tmp_path / "line")]) == 0

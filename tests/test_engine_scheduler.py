@@ -172,24 +172,20 @@ def test_a_failing_packed_pass_leaves_every_cache_where_it_was(llama: Target, mo
 def test_a_long_prompt_holds_the_others_up_by_one_chunk(
     llama: Target, make: Callable[..., Scheduler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("dlite_agent.engine.scheduler._LOOKAHEAD", 4000)  # a text whose caller lags would rightly wait
     target = tiny_target(max_position_embeddings=4096)
     passes, scheduler = Passes(target, monkeypatch), make(target)
     short, long = new_state(target), new_state(target)
 
-    def until_callers_have_caught_up() -> None:
-        while id(long.cache) in passes.rows[-1] and not all(t.is_ready or t.is_over for t in scheduler._texts):
-            time.sleep(0.001)  # a text whose caller lags waits, as it should
+    def until_the_long_prompt_is_there() -> None:
+        while not any(text.decoding.state is long for text in scheduler._texts) and len(passes.rows) == 2:
+            time.sleep(0.001)
 
-    monkeypatch.setattr(passes, "before", until_callers_have_caught_up)
+    monkeypatch.setattr(passes, "before", until_the_long_prompt_is_there)
     steps = scheduler.decode(short, NullDrafter(), Request(prompt_of(8), max_new_tokens=4000))
     next(steps)
-    with ThreadPoolExecutor(2) as pool:
-        request = Request(prompt_of(6 * PREFILL_CHUNK), max_new_tokens=2)
-        finished = pool.submit(lambda: list(scheduler.decode(long, NullDrafter(), request)))
-        while not finished.done():  # the short text must outlast the long prompt, however slowly that is begun
-            next(steps)
-        finished.result(PATIENCE)
-        steps.close()
+    list(scheduler.decode(long, NullDrafter(), Request(prompt_of(6 * PREFILL_CHUNK), max_new_tokens=2)))
+    steps.close()
     chunks = [index for index, rows in enumerate(passes.rows) if rows.get(id(long.cache), 0) > ROWWISE_MAX_ROWS]
     assert len(chunks) == 6
     assert all(len(passes.rows[index]) == 1 for index in chunks)

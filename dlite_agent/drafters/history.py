@@ -202,7 +202,10 @@ def head_logits(hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
 
 
 def rows_as_linear(head: torch.Tensor) -> nn.Sequential:
-    """Return a module that does what `head_logits` does, for drafting; training shares the rows as they are."""
+    """Return a module that does what `head_logits` does, for drafting; training shares the rows as they are.
+
+    The linear is inside another module, where `Target.calibrate` can put a faster one in its place.
+    """
     linear = nn.Linear(head.shape[1], head.shape[0], bias=False, device="meta")
     linear.weight = nn.Parameter(head, requires_grad=False)
     return nn.Sequential(linear)
