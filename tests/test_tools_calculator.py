@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import math
 import time
+import warnings
 from datetime import UTC, datetime
 
 import pytest
@@ -109,6 +110,16 @@ def test_any_text_gives_a_short_result_or_a_tool_error(text: str) -> None:
     else:
         assert "\n" not in message.content
         assert len(message.content) < 400
+
+
+@pytest.mark.parametrize(
+    "expression", ["1if 2else 3", "1or 2", "0xfor 2", "0b1or 2", "1_0in 3", "1.or 2", "1jor 2", r"'\d'", r'len("\w")']
+)
+def test_python_has_nothing_to_warn_of(expression: str, recwarn: pytest.WarningsRecorder) -> None:
+    warnings.simplefilter("always")
+    with pytest.raises(ToolException, match="cannot read"):
+        calculate(expression)
+    assert not recwarn.list
 
 
 def test_errors_are_messages_to_the_model() -> None:
