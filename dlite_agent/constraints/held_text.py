@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from dlite_agent.constraints.vocabulary import Vocabulary
-from dlite_agent.engine.constraint import Bitmask
+from dlite_agent.engine.constraint import Bitmask, has_token, only_token
 from dlite_agent.errors import GrammarError
 
 
@@ -36,7 +36,7 @@ class GrammarConstraint:
 
     def allows(self, token_id: int) -> bool:
         """Say whether a token may follow."""
-        return _has_bit(self.bitmask(), token_id)
+        return has_token(self.bitmask(), token_id)
 
     def advance(self, token_id: int) -> None:
         """Take a token; raises `GrammarError` for one that may not follow."""
@@ -65,7 +65,7 @@ class GrammarConstraint:
     def forced(self, limit: int) -> list[int]:
         """Return the tokens that must follow, at most `limit`."""
         tokens: list[int] = []
-        while len(tokens) < limit and (only := _only_bit(self.bitmask())) is not None:
+        while len(tokens) < limit and (only := only_token(self.bitmask())) is not None:
             if only in self._vocabulary.eos_ids:
                 break
             self.advance(only)
@@ -120,7 +120,7 @@ class TriggeredConstraint:
     def allows(self, token_id: int) -> bool:
         """Say whether a token may follow."""
         mask = self.bitmask()
-        return 0 <= token_id < self._vocabulary.vocab_size if mask is None else _has_bit(mask, token_id)
+        return 0 <= token_id < self._vocabulary.vocab_size if mask is None else has_token(mask, token_id)
 
     def advance(self, token_id: int) -> None:
         """Take a token; raises `GrammarError` for one that may not follow."""
@@ -159,16 +159,3 @@ class TriggeredConstraint:
     def forced(self, limit: int) -> list[int]:
         """Return the tokens that must follow, at most `limit`."""
         return self._held.forced(limit) if self._held else []
-
-
-def _has_bit(mask: Bitmask, token_id: int) -> bool:
-    return 0 <= token_id < 32 * len(mask) and bool((int(mask[token_id // 32]) >> (token_id % 32)) & 1)
-
-
-def _only_bit(mask: Bitmask) -> int | None:
-    """The only token of a mask, or None if there are more or none."""
-    words = np.flatnonzero(mask)
-    if len(words) != 1:
-        return None
-    word = int(mask[words[0]]) & 0xFFFFFFFF
-    return None if word & (word - 1) else int(words[0]) * 32 + word.bit_length() - 1

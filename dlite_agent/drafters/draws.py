@@ -1,12 +1,14 @@
-"""How drafters with logits choose their tokens: forced ones, the likeliest ones, or drawn ones."""
+"""How drafters with logits choose their tokens: forced ones, the likeliest ones, or drawn ones, as a grammar allows."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from dlite_agent.drafters.protocol import DraftView
+from dlite_agent.engine.constraint import Bitmask, only_token
 
 
 class Draws:
@@ -26,18 +28,49 @@ class Draws:
         """
         self._views = views
         self._draft_to_target = draft_to_target
+        self._written = None if draft_to_target is None else draft_to_target.cpu().numpy()
         self._vocab_size = vocab_size
         self.distributions: list[list[torch.Tensor]] = [[] for _ in views]
 
     def choose(self, k: int, logits: torch.Tensor) -> torch.Tensor:
         """Return tokens `[B]` for the k-th position of the block from `logits [B, V_d]`."""
+        masks = [self._mask(view, k) for view in self._views]
+        logits = self._allowed(logits, masks)
         tokens = likeliest(logits, self._draft_to_target)
-        for i, view in enumerate(self._views):
+        for i, (view, mask) in enumerate(zip(self._views, masks, strict=True)):
             if k < len(view.drafted):
                 tokens[i] = view.drafted[k]
+                continue
+            only = None if mask is None else only_token(mask)
+            if only is not None:
+                tokens[i] = only
             elif view.draw is not None:
                 tokens[i] = self._draw(i, k, self._over_all_tokens(logits[i]))
+            if view.guide is not None:
+                view.guide.advance(int(tokens[i]))
         return tokens
+
+    @staticmethod
+    def _mask(view: DraftView, k: int) -> Bitmask | None:
+        """Return what may stand at the k-th position of the block, or None for anything."""
+        return None if view.guide is None or k < len(view.drafted) else view.guide.bitmask()
+
+    def _allowed(self, logits: torch.Tensor, masks: Sequence[Bitmask | None]) -> torch.Tensor:
+        """Return `logits [B, V_d]` without what the masks forbid; a row of which nothing would be left stays whole."""
+        held = logits
+        for i, mask in enumerate(masks):
+            if mask is None:
+                continue
+            allowed = self._places(mask).to(logits.device)
+            if allowed.any():
+                held = logits.clone() if held is logits else held
+                held[i].masked_fill_(~allowed, -torch.inf)
+        return held
+
+    def _places(self, mask: Bitmask) -> torch.Tensor:
+        """Return which of the ids that the drafter can write are in a mask, `[V_d]`."""
+        bits = np.unpackbits(mask.view(np.uint8), bitorder="little", count=self._vocab_size)
+        return torch.from_numpy(bits if self._written is None else bits[self._written]).bool()
 
     def _draw(self, i: int, k: int, logits: torch.Tensor) -> int:
         """Draw the i-th view's token from `logits [vocab]` in its way; keep what it was drawn from if it says so."""

@@ -21,6 +21,7 @@ from dlite_agent.drafters.dlite import DLiteDrafter
 from dlite_agent.drafters.draws import Draws, draft_places
 from dlite_agent.drafters.lookup import LookupDrafter, chance
 from dlite_agent.drafters.protocol import DraftView, Proposal
+from dlite_agent.engine.constraint import Bitmask, has_token, only_token
 
 
 class HybridDrafter:
@@ -88,14 +89,32 @@ class _MixedDraws(Draws):
         if k < len(view.drafted):
             text[length] = view.drafted[k]
             return view.drafted[k]
+        mask = self._mask(view, k)
         copied, num_agreeing = self._lookup.copy_behind(text[:length])
         w = chance(num_agreeing)
+        if mask is not None:
+            p, w = self._held(mask, p, copied, w)
         rest = p * (1 - w)
-        token, sure = self._draw_mixed(i, k, rest, copied, w) if view.draw else self._likeliest(rest, copied, w)
+        only = None if mask is None else only_token(mask)
+        if only is not None:
+            token, sure = only, 1.0
+        else:
+            token, sure = self._draw_mixed(i, k, rest, copied, w) if view.draw else self._likeliest(rest, copied, w)
         is_copied = token == copied and w > sure / 2
         self.choices[i].append((sure, self._lookup.name if is_copied else self._dlite.name))
         text[length] = token
+        if view.guide is not None:
+            view.guide.advance(token)
         return token
+
+    def _held(self, mask: Bitmask, p: torch.Tensor, copied: int, w: float) -> tuple[torch.Tensor, float]:
+        """Return DLite's distribution `p [V_d]` and the chance of the copy among the tokens of a mask."""
+        w = w if has_token(mask, copied) else 0.0
+        held = p * self._places(mask).to(p.device)
+        total = float(held.sum())
+        if total == 0:
+            return (held, 1.0) if w else (p, w)  # neither can write what is allowed: the draft ends here
+        return held / total, w / ((1 - w) * total + w)
 
     def _likeliest(self, rest: torch.Tensor, copied: int, w: float) -> tuple[int, float]:
         """Return the mixture's likeliest token, and how likely it is; `rest [V_d]` is what DLite adds to the copy."""

@@ -10,6 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from dlite_agent.engine.constraint import Bitmask
+
 Draw = Callable[[torch.Tensor, int], tuple[int, torch.Tensor | None]]
 """Draws the k-th token behind a view from draft logits `[vocab]`, and gives the `q [vocab]` it is of where wanted."""
 
@@ -18,6 +20,22 @@ class TextKey:
     """Names one text, for drafters that keep something about it; it goes when the text's state goes."""
 
     __slots__ = ("__weakref__",)
+
+
+class Guide(Protocol):
+    """What a grammar lets follow, for a drafter that would rather not draft what is forbidden.
+
+    It begins behind the tokens drafted already and is told of each further one; it is of no use once the proposal is
+    made.
+    """
+
+    def bitmask(self) -> Bitmask | None:
+        """Return the tokens that may follow now; None if any may, or if the draft has come to its end."""
+        ...
+
+    def advance(self, token: int) -> None:
+        """Go on behind a token; a forbidden one and an end token are where the draft ends."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +49,7 @@ class DraftView:
         max_tokens: Longest useful proposal.
         draw: How to choose tokens from logits, or None for the most likely ones.
         text: Names the text.
+        guide: What may follow by the text's grammar; None where nothing is held.
     """
 
     ids: npt.NDArray[np.int32]
@@ -39,6 +58,7 @@ class DraftView:
     max_tokens: int
     draw: Draw | None = None
     text: TextKey = field(default_factory=TextKey)
+    guide: Guide | None = None
 
 
 @dataclass(frozen=True, slots=True)

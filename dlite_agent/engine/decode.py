@@ -25,10 +25,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dlite_agent.drafters.protocol import Drafter, DraftView, RowReader
+from dlite_agent.drafters.protocol import Drafter, DraftView, Guide, RowReader
 from dlite_agent.engine.attention import ROWWISE_MAX_ROWS
 from dlite_agent.engine.draft_length import FixedLength, Planner
-from dlite_agent.engine.drafting import Draft, draft_draw, propose
+from dlite_agent.engine.drafting import Draft, Lookahead, draft_draw, propose
 from dlite_agent.engine.packed import Segment
 from dlite_agent.engine.processors import Sampler
 from dlite_agent.engine.request import Request, Step
@@ -139,13 +139,19 @@ class Decoding:
             room = min(room, planner.limit(self.drafter_name))
         return Draft(self.request.constraint, self.request.end_ids, room)
 
-    def view(self, draft: Draft) -> DraftView:
+    def guide(self, draft: Draft) -> Lookahead | None:
+        """Return what tells the drafter of the grammar; None where what it draws must not depend on that."""
+        if draft.constraint is None or self.request.sampling.verification == "rejection":
+            return None
+        return Lookahead(draft.constraint, draft.end_ids)
+
+    def view(self, draft: Draft, guide: Guide | None) -> DraftView:
         """Return what the drafter may see, and cannot change."""
         ids = self.state.ids
         ids.flags.writeable = False
         position = len(self.state.ids) + len(draft.tokens)
         draw = draft_draw(self.request.sampling, position=position)
-        return DraftView(ids, tuple(draft.tokens), self.state.pivot, draft.room_left, draw, self.state.key)
+        return DraftView(ids, tuple(draft.tokens), self.state.pivot, draft.room_left, draw, self.state.key, guide)
 
     def segment(self, draft: Draft) -> Segment:
         """Return the rows to compute: the pending ones and the draft's."""
@@ -353,8 +359,13 @@ def _draft_all(decodings: Sequence[Decoding], planner: Planner) -> list[Draft]:
             by_drafter.setdefault(id(decoding.drafter), []).append((decoding, draft))
     for open_pairs in by_drafter.values():
         first = open_pairs[0][0]
-        views = [decoding.view(draft) for decoding, draft in open_pairs]
+        guides = [decoding.guide(draft) for decoding, draft in open_pairs]
+        views = [decoding.view(draft, guide) for (decoding, draft), guide in zip(open_pairs, guides, strict=True)]
         proposals, problems = propose(first.drafter, views, vocab_size=first.vocab_size)
+        for (decoding, _), guide in zip(open_pairs, guides, strict=True):
+            with _blaming(decoding):
+                if guide is not None:
+                    guide.end()
         for (decoding, draft), proposal, problem in zip(open_pairs, proposals, problems, strict=True):
             if problem is not None:
                 draft.num_faults += 1

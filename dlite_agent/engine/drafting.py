@@ -1,8 +1,9 @@
 """The first half of a step: what is proposed to the target, for several texts at once.
 
 Forced tokens of a grammar come first (they are free), then one proposal of the drafter, then what the grammar forces
-behind it. A drafter is a guest here: it cannot change the output, and whatever it does wrong (an exception, ids that do
-not exist, a proposal that is too long, broken distributions) costs this step's draft and is counted.
+behind it. A drafter may ask what the grammar allows along its proposal (`Lookahead`). It is a guest here: it cannot
+change the output, and whatever it does wrong (an exception, ids that do not exist, a proposal that is too long, broken
+distributions) costs this step's draft and is counted.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from dlite_agent.drafters.protocol import Drafter, DraftView, Draw, Proposal
-from dlite_agent.engine.constraint import Bitmask, TokenConstraint
+from dlite_agent.engine.constraint import Bitmask, TokenConstraint, only_token
 from dlite_agent.engine.sampling import SamplingParams, derived_seed, gumbel_noise
 from dlite_agent.engine.verify import check_distributions
 
@@ -77,6 +78,8 @@ class Draft:
         sources = proposal.sources or [proposal.source] * len(proposal.tokens)
         for token, sure, distribution, source in zip(proposal.tokens, confidence, distributions, sources, strict=True):
             is_allowed = self.constraint is None or self.constraint.allows(token)
+            if self._forces(token) and distribution is None:
+                sure, source = 1.0, FORCED
             if self.room_left < 1 or (not is_allowed and distribution is None):
                 return
             self.tokens.append(token)
@@ -85,6 +88,10 @@ class Draft:
             self.distributions.append(distribution)
             self._is_closed = not is_allowed or token in self.end_ids
             self.bitmasks.append(None if self._is_closed else self._advance(token))
+
+    def _forces(self, token: int) -> bool:
+        mask = self.bitmasks[-1] if self.bitmasks else None
+        return mask is not None and only_token(mask) == token
 
     def _advance(self, token: int) -> Bitmask | None:
         if self.constraint is None:
@@ -104,6 +111,32 @@ class Draft:
         for values in (self.tokens, self.sources, self.confidence, self.distributions):
             del values[length:]
         del self.bitmasks[length + 1 :]
+
+
+class Lookahead:
+    """Runs a grammar ahead of a draft while a drafter drafts (`protocol.Guide`), and puts it back afterwards."""
+
+    def __init__(self, constraint: TokenConstraint, end_ids: frozenset[int]) -> None:
+        self._constraint = constraint
+        self._end_ids = end_ids
+        self._num_advanced = 0
+        self._is_over = False
+
+    def bitmask(self) -> Bitmask | None:
+        """Return the tokens that may follow now; None if any may, or if the draft has come to its end."""
+        return None if self._is_over else self._constraint.bitmask()
+
+    def advance(self, token: int) -> None:
+        """Go on behind a token; a forbidden one and an end token are where the draft ends."""
+        self._is_over = self._is_over or token in self._end_ids or not self._constraint.allows(token)
+        if not self._is_over:
+            self._constraint.advance(token)
+            self._num_advanced += 1
+
+    def end(self) -> None:
+        """Put the grammar back; whoever keeps this can do nothing more with it."""
+        self._is_over = True
+        self._constraint.rollback(self._num_advanced)
 
 
 def propose(
