@@ -19,7 +19,7 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
-from dlite_agent.engine.constraint import Bitmask
+from dlite_agent.bitmask import Bitmask
 from dlite_agent.engine.processors import Sampler
 from dlite_agent.engine.sampling import SamplingParams, draw
 from dlite_agent.errors import ConfigError, CorruptModelError, GrammarError

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from dlite_agent.bitmask import Bitmask
 from dlite_agent.engine import verify as verify_module
-from dlite_agent.engine.constraint import Bitmask
 from dlite_agent.engine.processors import Sampler
 from dlite_agent.engine.sampling import SamplingParams, derived_seed, draw, gumbel_noise
 from dlite_agent.engine.verify import Verdict, check_distributions, token_logprobs, verify

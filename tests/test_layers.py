@@ -29,6 +29,7 @@ FORBIDDEN = {
     ),
     "live_session.py": ("langchain", "langgraph", "redis", "dlite_agent.prompting", "dlite_agent.agent"),
     "session_rows.py": ("langchain", "langgraph", "redis", "dlite_agent.prompting", "dlite_agent.agent"),
+    "bitmask.py": ("dlite_agent", "torch", "langchain", "langgraph", "redis", "transformers"),
     "break_even.py": ("dlite_agent", "torch", "langchain", "langgraph", "redis", "transformers"),
     "session_keeper.py": ("langchain", "langgraph", "dlite_agent.prompting", "dlite_agent.agent"),
     "agent": (

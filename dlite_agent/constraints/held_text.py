@@ -6,8 +6,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from dlite_agent.bitmask import Bitmask, has_token, only_token
 from dlite_agent.constraints.vocabulary import Vocabulary
-from dlite_agent.engine.constraint import Bitmask, has_token, only_token
 from dlite_agent.errors import GrammarError
 
 

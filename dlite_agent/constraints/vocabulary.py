@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dlite_agent.engine.constraint import Bitmask
+from dlite_agent.bitmask import Bitmask
 from dlite_agent.errors import GrammarError, MissingDependencyError
 from dlite_agent.prompting.dialects import DIALECTS, GENERIC
 from dlite_agent.prompting.encoding import TokenBytes, backend_tokenizer

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from dlite_agent.bitmask import Bitmask, only_token
 from dlite_agent.drafters.protocol import DraftView
-from dlite_agent.engine.constraint import Bitmask, only_token
 
 
 class Draws:

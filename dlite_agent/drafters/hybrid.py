@@ -17,11 +17,11 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from dlite_agent.bitmask import Bitmask, has_token, only_token
 from dlite_agent.drafters.dlite import DLiteDrafter
 from dlite_agent.drafters.draws import Draws, draft_places
 from dlite_agent.drafters.lookup import LookupDrafter, chance
 from dlite_agent.drafters.protocol import DraftView, Proposal
-from dlite_agent.engine.constraint import Bitmask, has_token, only_token
 
 
 class HybridDrafter:

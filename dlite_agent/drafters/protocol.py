@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dlite_agent.engine.constraint import Bitmask
+from dlite_agent.bitmask import Bitmask
 
 Draw = Callable[[torch.Tensor, int], tuple[int, torch.Tensor | None]]
 """Draws the k-th token behind a view from draft logits `[vocab]`, and gives the `q [vocab]` it is of where wanted."""

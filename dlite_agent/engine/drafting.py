@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from dlite_agent.bitmask import Bitmask, only_token
 from dlite_agent.drafters.protocol import Drafter, DraftView, Draw, Proposal
-from dlite_agent.engine.constraint import Bitmask, TokenConstraint, only_token
+from dlite_agent.engine.constraint import TokenConstraint
 from dlite_agent.engine.sampling import SamplingParams, derived_seed, gumbel_noise
 from dlite_agent.engine.verify import check_distributions
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from dlite_agent.engine.constraint import Bitmask
+from dlite_agent.bitmask import Bitmask
 from dlite_agent.engine.sampling import SamplingParams, allowed_tokens, draw, keep_allowed
 from dlite_agent.errors import ConfigError
 

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dlite_agent.engine.constraint import Bitmask
+from dlite_agent.bitmask import Bitmask
 from dlite_agent.errors import ConfigError, CorruptModelError, DLiteError, GrammarError
 
 Verification = Literal["exact", "rejection"]

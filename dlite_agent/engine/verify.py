@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dlite_agent.engine.constraint import Bitmask
+from dlite_agent.bitmask import Bitmask
 from dlite_agent.engine.processors import Sampler
 from dlite_agent.engine.sampling import argmax_tokens, derived_seed, distribution, gumbel_noise, undrawable
 
