@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
@@ -174,6 +175,52 @@ def test_guided_drafts_change_no_token(sampling: SamplingParams, rule: Rule, fai
             text += step.tokens
             assert constraint.path == [token for token in text if token != END]
         assert not max_draft or fails or all(guide is not None for guide in watching.guides)
+        texts.append(text)
+    assert texts[0] == texts[1]
+
+
+class Meddling:
+    """Does with its guide what it should not."""
+
+    name = "meddling"
+
+    def __init__(self, how: str) -> None:
+        self._how = how
+
+    def propose(self, views: Sequence[DraftView]) -> Sequence[Proposal]:
+        for view in views:
+            assert isinstance(view.guide, Lookahead)
+            if self._how == "writes":
+                mask = view.guide.bitmask()
+                assert mask is not None
+                mask[:] = 0
+            elif self._how == "ends":
+                view.guide.advance(20)
+                view.guide.end()
+            else:
+                view.guide.advance(torch.tensor(20.0))  # type: ignore[arg-type]
+        return [Proposal((), self.name) for _ in views]
+
+
+class CachedRule(RuleConstraint):
+    """Keeps its mask, as a real grammar does."""
+
+    kept: tuple[list[int], npt.NDArray[np.int32]] | None = None
+
+    def bitmask(self) -> npt.NDArray[np.int32]:
+        if self.kept is None or self.kept[0] != self.path:
+            self.kept = (list(self.path), super().bitmask())
+        return self.kept[1]
+
+
+@pytest.mark.parametrize("how", ["writes", "ends", "mistypes"])
+def test_a_drafter_that_meddles_with_its_guide_costs_its_draft_alone(how: str) -> None:
+    texts = []
+    for drafter in (LookupDrafter(), Meddling(how)):
+        constraint = CachedRule(even)
+        request = Request(PROMPT, max_new_tokens=8, end_ids=ENDS, constraint=constraint)
+        text = [t for s in decode(TARGET, TargetState(TARGET.new_cache()), drafter, request) for t in s.tokens]
+        assert constraint.path == text
         texts.append(text)
     assert texts[0] == texts[1]
 

@@ -9,6 +9,7 @@ distributions) costs this step's draft and is counted.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -125,10 +126,16 @@ class Lookahead:
 
     def bitmask(self) -> Bitmask | None:
         """Return the tokens that may follow now; None if any may, or if the draft has come to its end."""
-        return None if self._is_over else self._constraint.bitmask()
+        mask = None if self._is_over else self._constraint.bitmask()
+        if mask is None:
+            return None
+        mask = mask.view()  # verification uses the same one
+        mask.flags.writeable = False
+        return mask
 
     def advance(self, token: int) -> None:
         """Go on behind a token; a forbidden one and an end token are where the draft ends."""
+        token = operator.index(token)
         self._is_over = self._is_over or token in self._end_ids or not self._constraint.allows(token)
         if not self._is_over:
             self._constraint.advance(token)
@@ -137,7 +144,8 @@ class Lookahead:
     def end(self) -> None:
         """Put the grammar back; whoever keeps this can do nothing more with it."""
         self._is_over = True
-        self._constraint.rollback(self._num_advanced)
+        count, self._num_advanced = self._num_advanced, 0
+        self._constraint.rollback(count)
 
 
 def propose(
