@@ -28,7 +28,6 @@ class Draws:
         """
         self._views = views
         self._draft_to_target = draft_to_target
-        self._written = None if draft_to_target is None else draft_to_target.cpu().numpy()
         self._vocab_size = vocab_size
         self.distributions: list[list[torch.Tensor]] = [[] for _ in views]
 
@@ -61,16 +60,17 @@ class Draws:
         for i, mask in enumerate(masks):
             if mask is None:
                 continue
-            allowed = self._places(mask).to(logits.device)
+            allowed = self._writable(mask, logits)
             if allowed.any():
                 held = logits.clone() if held is logits else held
                 held[i].masked_fill_(~allowed, -torch.inf)
         return held
 
-    def _places(self, mask: Bitmask) -> torch.Tensor:
-        """Return which of the ids that the drafter can write are in a mask, `[V_d]`."""
+    def _writable(self, mask: Bitmask, like: torch.Tensor) -> torch.Tensor:
+        """Return which of the ids that the drafter can write are in a mask, `[V_d]`, where `like` is."""
         bits = np.unpackbits(mask.view(np.uint8), bitorder="little", count=self._vocab_size)
-        return torch.from_numpy(bits if self._written is None else bits[self._written]).bool()
+        allowed = torch.from_numpy(bits).bool().to(like.device)
+        return allowed if self._draft_to_target is None else allowed[self._draft_to_target.long()]
 
     def _draw(self, i: int, k: int, logits: torch.Tensor) -> int:
         """Draw the i-th view's token from `logits [vocab]` in its way; keep what it was drawn from if it says so."""

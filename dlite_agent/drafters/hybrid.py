@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from dlite_agent.bitmask import Bitmask, has_token, only_token
@@ -90,27 +91,35 @@ class _MixedDraws(Draws):
             text[length] = view.drafted[k]
             return view.drafted[k]
         mask = self._mask(view, k)
-        copied, num_agreeing = self._lookup.copy_behind(text[:length])
-        w = chance(num_agreeing)
-        if mask is not None:
-            p, w = self._held(mask, p, copied, w)
-        rest = p * (1 - w)
         only = None if mask is None else only_token(mask)
-        if only is not None:
-            token, sure = only, 1.0
+        if only is None:
+            token, choice = self._mix(i, k, p, mask, text[:length])
         else:
-            token, sure = self._draw_mixed(i, k, rest, copied, w) if view.draw else self._likeliest(rest, copied, w)
-        is_copied = token == copied and w > sure / 2
-        self.choices[i].append((sure, self._lookup.name if is_copied else self._dlite.name))
+            token, choice = only, (1.0, self._dlite.name)
+        self.choices[i].append(choice)
         text[length] = token
         if view.guide is not None:
             view.guide.advance(token)
         return token
 
+    def _mix(
+        self, i: int, k: int, p: torch.Tensor, mask: Bitmask | None, text: npt.NDArray[np.int32]
+    ) -> tuple[int, tuple[float, str]]:
+        """Return a token of the mixture behind a text, how likely it was, and who promised more."""
+        copied, num_agreeing = self._lookup.copy_behind(text)
+        w = chance(num_agreeing)
+        if mask is not None:
+            p, w = self._held(mask, p, copied, w)
+        rest = p * (1 - w)
+        is_drawn = self._views[i].draw is not None
+        token, sure = self._draw_mixed(i, k, rest, copied, w) if is_drawn else self._likeliest(rest, copied, w)
+        is_copied = token == copied and w > sure / 2
+        return token, (sure, self._lookup.name if is_copied else self._dlite.name)
+
     def _held(self, mask: Bitmask, p: torch.Tensor, copied: int, w: float) -> tuple[torch.Tensor, float]:
         """Return DLite's distribution `p [V_d]` and the chance of the copy among the tokens of a mask."""
         w = w if has_token(mask, copied) else 0.0
-        held = p * self._places(mask).to(p.device)
+        held = p * self._writable(mask, p)
         total = float(held.sum())
         if total == 0:
             return (held, 1.0) if w else (p, w)  # neither can write what is allowed: the draft ends here

@@ -25,10 +25,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dlite_agent.drafters.protocol import Drafter, DraftView, Guide, RowReader
+from dlite_agent.drafters.protocol import Drafter, DraftView, RowReader
 from dlite_agent.engine.attention import ROWWISE_MAX_ROWS
 from dlite_agent.engine.draft_length import FixedLength, Planner
-from dlite_agent.engine.drafting import Draft, Lookahead, draft_draw, propose
+from dlite_agent.engine.drafting import Draft, draft_draw, propose
 from dlite_agent.engine.packed import Segment
 from dlite_agent.engine.processors import Sampler
 from dlite_agent.engine.request import Request, Step
@@ -139,18 +139,14 @@ class Decoding:
             room = min(room, planner.limit(self.drafter_name))
         return Draft(self.request.constraint, self.request.end_ids, room)
 
-    def guide(self, draft: Draft) -> Lookahead | None:
-        """Return what tells the drafter of the grammar; None where what it draws must not depend on that."""
-        if draft.constraint is None or self.request.sampling.verification == "rejection":
-            return None
-        return Lookahead(draft.constraint, draft.end_ids)
-
-    def view(self, draft: Draft, guide: Guide | None) -> DraftView:
+    def view(self, draft: Draft) -> DraftView:
         """Return what the drafter may see, and cannot change."""
         ids = self.state.ids
         ids.flags.writeable = False
         position = len(self.state.ids) + len(draft.tokens)
         draw = draft_draw(self.request.sampling, position=position)
+        # Under rejection what is drawn must not depend on the grammar.
+        guide = None if self.request.sampling.verification == "rejection" else draft.look_ahead()
         return DraftView(ids, tuple(draft.tokens), self.state.pivot, draft.room_left, draw, self.state.key, guide)
 
     def segment(self, draft: Draft) -> Segment:
@@ -359,13 +355,8 @@ def _draft_all(decodings: Sequence[Decoding], planner: Planner) -> list[Draft]:
             by_drafter.setdefault(id(decoding.drafter), []).append((decoding, draft))
     for open_pairs in by_drafter.values():
         first = open_pairs[0][0]
-        guides = [decoding.guide(draft) for decoding, draft in open_pairs]
-        views = [decoding.view(draft, guide) for (decoding, draft), guide in zip(open_pairs, guides, strict=True)]
+        views = [decoding.view(draft) for decoding, draft in open_pairs]
         proposals, problems = propose(first.drafter, views, vocab_size=first.vocab_size)
-        for (decoding, _), guide in zip(open_pairs, guides, strict=True):
-            with _blaming(decoding):
-                if guide is not None:
-                    guide.end()
         for (decoding, draft), proposal, problem in zip(open_pairs, proposals, problems, strict=True):
             if problem is not None:
                 draft.num_faults += 1

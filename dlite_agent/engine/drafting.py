@@ -49,6 +49,7 @@ class Draft:
     num_faults: int = 0
     _num_advanced: int = 0
     _is_closed: bool = False
+    _lookahead: Lookahead | None = None
 
     @property
     def room_left(self) -> int:
@@ -68,6 +69,12 @@ class Draft:
                 return
             self.extend(Proposal(forced, FORCED, [1.0] * len(forced)))
 
+    def look_ahead(self) -> Lookahead | None:
+        """Return what tells a drafter of the grammar until its proposal is taken; None where there is no grammar."""
+        if self.constraint is not None:
+            self._lookahead = Lookahead(self.constraint, self.end_ids)
+        return self._lookahead
+
     def extend(self, proposal: Proposal) -> None:
         """Add a proposal's tokens as far as the grammar allows them.
 
@@ -75,6 +82,7 @@ class Draft:
         token that is forbidden stays, as the last one: it cannot be accepted. And the confidence in sampled tokens is
         that in their distribution.
         """
+        self._end_lookahead()
         confidence = proposal.confidence or [UNKNOWN_CONFIDENCE] * len(proposal.tokens)
         distributions: Sequence[torch.Tensor | None] = proposal.distributions or [None] * len(proposal.tokens)
         sources = proposal.sources or [proposal.source] * len(proposal.tokens)
@@ -102,8 +110,13 @@ class Draft:
         self._num_advanced += 1
         return self.constraint.bitmask()
 
+    def _end_lookahead(self) -> None:
+        if self._lookahead is not None:
+            self._lookahead.end()
+
     def rewind_constraint(self) -> None:
         """Put the grammar back to where the text ends."""
+        self._end_lookahead()
         if self.constraint is not None:
             self.constraint.rollback(self._num_advanced)
             self._num_advanced = 0
