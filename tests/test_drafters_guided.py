@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +14,8 @@ from dlite_agent.drafters.dlite import DLiteDrafter, DLiteModel
 from dlite_agent.drafters.hybrid import HybridDrafter
 from dlite_agent.drafters.lookup import LookupDrafter, chance
 from dlite_agent.drafters.protocol import Drafter, DraftView, Guide, Proposal
-from dlite_agent.engine.decode import decode
+from dlite_agent.engine.decode import Decoding, decode, run_pass
+from dlite_agent.engine.draft_length import FixedLength
 from dlite_agent.engine.drafting import Lookahead, draft_draw
 from dlite_agent.engine.request import Request
 from dlite_agent.engine.sampling import SamplingParams
@@ -26,6 +27,10 @@ TARGET = tiny_target()
 K = 7
 PROMPT = list(range(3, 15))
 ENDS = frozenset([END])
+
+
+def two_forced_then_even(path: Sequence[int]) -> Collection[int]:
+    return {20 + len(path)} if len(path) < 3 else range(0, VOCAB, 2)
 
 
 def all_tokens(seed: int = 0) -> DLiteModel:
@@ -47,7 +52,7 @@ def guided(rule: Rule, *, seed: int, forced: Sequence[int] = ()) -> DraftView:
     generator = torch.Generator().manual_seed(seed)
     ids = np.random.default_rng(seed).integers(0, 12, size=30).astype(np.int32)
     pivot = torch.randn(len(TARGET.layer_ids), TARGET.hidden_size, generator=generator)
-    return DraftView(ids, tuple(forced), pivot, K - len(forced), guide=Lookahead(constraint, ENDS))
+    return DraftView(ids, tuple(forced), pivot, K - len(forced), guide=Lookahead(constraint, ENDS, K - len(forced)))
 
 
 def distributions(model: DLiteModel, view: DraftView, tokens: Sequence[int]) -> torch.Tensor:
@@ -223,6 +228,67 @@ def test_a_drafter_that_meddles_with_its_guide_costs_its_draft_alone(how: str) -
         assert constraint.path == text
         texts.append(text)
     assert texts[0] == texts[1]
+
+
+class Noting(RuleConstraint):
+    """Notes how far it was walked ahead, and may break there."""
+
+    def __init__(self, rule: Rule, *, breaks_at: int = 100) -> None:
+        super().__init__(rule)
+        self.breaks_at = breaks_at
+        self.furthest = 0
+
+    def bitmask(self) -> npt.NDArray[np.int32]:
+        if len(self.path) >= self.breaks_at:
+            raise RuntimeError("the grammar is stuck")
+        return super().bitmask()
+
+    def advance(self, token_id: int) -> None:
+        super().advance(token_id)
+        self.furthest = max(self.furthest, len(self.path))
+
+
+def decoding_of(constraint: RuleConstraint, drafter: Drafter, *, max_draft: int = K) -> Decoding:
+    request = Request(PROMPT, max_new_tokens=12, end_ids=ENDS, constraint=constraint, max_draft=max_draft)
+    return Decoding(TARGET, TargetState(TARGET.new_cache()), drafter, request)
+
+
+def test_a_grammar_that_breaks_amid_a_draft_costs_its_own_text_alone() -> None:
+    drafter = DLiteDrafter(all_tokens(), TARGET.embedding)
+    broken, sound = decoding_of(Noting(even, breaks_at=5), drafter), decoding_of(RuleConstraint(even), drafter)
+    run_pass(TARGET, [broken, sound], FixedLength())  # prefill
+    broken_step, sound_step = run_pass(TARGET, [broken, sound], FixedLength())
+    assert broken_step is None
+    assert "stuck" in str(broken.error)
+    assert sound.error is None
+    assert sound_step is not None
+    assert (sound_step.num_proposed, sound_step.num_faults) == (K, 0)
+
+
+def test_a_grammar_is_asked_no_further_than_its_text_has_room_for() -> None:
+    drafter = DLiteDrafter(all_tokens(), TARGET.embedding)
+    short, long = Noting(even), Noting(even)
+    both = [decoding_of(short, drafter, max_draft=2), decoding_of(long, drafter)]
+    run_pass(TARGET, both, FixedLength())
+    run_pass(TARGET, both, FixedLength())
+    assert (short.furthest, long.furthest) == (1 + 2, 1 + K)
+
+
+def test_an_interrupted_draft_leaves_the_grammar_behind_the_text() -> None:
+    class Interrupted:
+        name = "interrupted"
+
+        def propose(self, views: Sequence[DraftView]) -> Sequence[Proposal]:
+            assert views[0].guide is not None
+            views[0].guide.advance(40)
+            raise KeyboardInterrupt
+
+    constraint = RuleConstraint(two_forced_then_even)
+    decoding = decoding_of(constraint, Interrupted())
+    run_pass(TARGET, [decoding], FixedLength())
+    with pytest.raises(KeyboardInterrupt):
+        run_pass(TARGET, [decoding], FixedLength())
+    assert constraint.path == decoding.state.ids[len(PROMPT) :].tolist()
 
 
 def test_forced_tokens_amid_a_draft_are_the_grammar_s() -> None:

@@ -346,9 +346,20 @@ def _draft_all(decodings: Sequence[Decoding], planner: Planner) -> list[Draft]:
     """Draft for each text; the texts of one drafter are drafted together."""
     drafts = [decoding.new_draft(planner) for decoding in decodings]
     pairs = list(zip(decodings, drafts, strict=True))
-    for decoding, draft in pairs:
-        with _blaming(decoding):
-            draft.begin()
+    try:
+        for decoding, draft in pairs:
+            with _blaming(decoding):
+                draft.begin()
+        _ask_drafters(pairs)
+    finally:
+        for decoding, draft in pairs:
+            with _blaming(decoding):
+                draft.rewind_constraint()
+    return drafts
+
+
+def _ask_drafters(pairs: Sequence[tuple[Decoding, Draft]]) -> None:
+    """Fill the drafts that have room left."""
     by_drafter: dict[int, list[tuple[Decoding, Draft]]] = {}
     for decoding, draft in pairs:
         if draft.room_left > 0 and decoding.error is None:
@@ -364,10 +375,6 @@ def _draft_all(decodings: Sequence[Decoding], planner: Planner) -> list[Draft]:
             with _blaming(decoding):
                 draft.extend(proposal)
                 draft.force()
-    for decoding, draft in pairs:
-        with _blaming(decoding):
-            draft.rewind_constraint()
-    return drafts
 
 
 @contextmanager

@@ -72,7 +72,7 @@ class Draft:
     def look_ahead(self) -> Lookahead | None:
         """Return what tells a drafter of the grammar until its proposal is taken; None where there is no grammar."""
         if self.constraint is not None:
-            self._lookahead = Lookahead(self.constraint, self.end_ids)
+            self._lookahead = Lookahead(self.constraint, self.end_ids, self.room_left)
         return self._lookahead
 
     def extend(self, proposal: Proposal) -> None:
@@ -129,29 +129,45 @@ class Draft:
 
 
 class Lookahead:
-    """Runs a grammar ahead of a draft while a drafter drafts (`protocol.Guide`), and puts it back afterwards."""
+    """Runs a grammar ahead of a draft while a drafter drafts (`protocol.Guide`), and puts it back afterwards.
 
-    def __init__(self, constraint: TokenConstraint, end_ids: frozenset[int]) -> None:
+    A grammar that fails here says nothing more: several texts are drafted together, and it is its own text's affair,
+    which meets it again when the proposal is taken.
+    """
+
+    def __init__(self, constraint: TokenConstraint, end_ids: frozenset[int], room: int) -> None:
         self._constraint = constraint
         self._end_ids = end_ids
+        self._room = room
         self._num_advanced = 0
         self._is_over = False
 
     def bitmask(self) -> Bitmask | None:
         """Return the tokens that may follow now; None if any may, or if the draft has come to its end."""
-        mask = None if self._is_over else self._constraint.bitmask()
-        if mask is None:
+        if self._is_over:
             return None
-        mask = mask.view()  # verification uses the same one
-        mask.flags.writeable = False
+        try:
+            mask = self._constraint.bitmask()
+        except Exception:
+            self._is_over = True
+            return None
+        if mask is not None:
+            mask = mask.view()  # verification uses the same one
+            mask.flags.writeable = False
         return mask
 
     def advance(self, token: int) -> None:
         """Go on behind a token; a forbidden one and an end token are where the draft ends."""
         token = operator.index(token)
-        self._is_over = self._is_over or token in self._end_ids or not self._constraint.allows(token)
-        if not self._is_over:
+        self._room -= 1
+        if self._is_over or self._room < 1 or token in self._end_ids:
+            self._is_over = True
+            return
+        try:
             self._constraint.advance(token)
+        except Exception:  # of a forbidden token too
+            self._is_over = True
+        else:
             self._num_advanced += 1
 
     def end(self) -> None:
