@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -314,7 +315,7 @@ def test_what_cannot_be_measured_is_refused(
     assert "nosuch" in fails(capsys, "--model", model, "--workloads", workloads, "--subset", "nosuch")
     assert "nosuch" in fails(capsys, "--model", model, "--workloads", workloads, "--drafter", "nosuch")
     assert "reference checkpoint" in fails(capsys, "--workloads", workloads, "--golden", tmp_path)
-    for wrong in ({"max_tokens": 2}, {"num_rounds": -1}):
+    for wrong in ({"max_tokens": 2}, {"num_rounds": -1}, {"min_prompt": 20_000}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             DrafterOptions(**wrong)  # type: ignore[arg-type]
 
@@ -328,6 +329,9 @@ def test_only_held_out_sessions_are_measured_and_families_take_turns(workloads: 
     held_out = {"apibank/0", "apibank/1", "bfcl_mt/0", "bfcl_mt/1", "mt_bench/0"}
     assert {session.id for session in sessions} >= held_out
     assert len(said) == (len(sessions) < 7)
+    assert {session.family for session in held_out_sessions(workloads, min_turns=3)} == {"apibank", "bfcl"}
+    with pytest.raises(ConfigError, match="fewer turns"):
+        held_out_sessions(workloads, min_turns=4)
     assert [session.family for session in sessions[:3]] == ["apibank", "bfcl", "general"]
     assert [session.is_agent for session in sessions[:3]] == [True, True, False]
     assert [s.id for s in held_out_sessions(workloads, limit=2)] == [s.id for s in sessions[:2]]
@@ -504,6 +508,21 @@ def test_a_drafter_that_is_the_target_has_all_accepted_and_too_long_prompts_are_
     assert (short.turns, short.skipped) == (1, 2)
 
 
+def test_too_short_prompts_are_not_counted_but_the_last_of_them_is_decoded(runtime: Runtime, workloads: Path) -> None:
+    (session,) = [s for s in held_out_sessions(workloads) if s.id == "apibank/0"]
+    (whole,) = SessionBench(runtime, contestants_of(runtime.target, NullDrafter()), Bounds(2000, 18)).measure(session)
+    first, second, third = (context for context, _ in whole.held)
+    for least, counted, decoded in ((second, [second, third], first), (third, [third], second)):
+        reader = Hoarder()
+        contestants = contestants_of(runtime.target, NullDrafter(), reader)
+        measured = SessionBench(runtime, contestants, Bounds(2000, 18, min_prompt=least)).measure(session)
+        for record in measured:
+            assert [context for context, _ in record.held] == counted
+            assert (record.turns, record.skipped) == (len(counted), 3 - len(counted))
+            assert 0 < record.turn_tokens < whole.turn_tokens
+        assert decoded <= min(reader.seen) <= decoded + 1
+
+
 # What drafters hold.
 
 
@@ -655,6 +674,24 @@ def test_drafts_are_timed_at_every_context_and_a_memory_grows_with_it(model: Pat
     assert held["null"] == held["dlite"] == [0, 0]
     assert 0 < held["dspark"][0] < held["dspark"][1]
     assert all(cost.draft_ms and min(cost.verify_ms) > 0 for by in costs.values() for cost in by.values())
+
+
+class NotingLookup(LookupDrafter):
+    """Lookup that notes behind how many tokens it drafts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.contexts: list[int] = []
+
+    def propose(self, views: Sequence[DraftView]) -> list[Proposal]:
+        self.contexts += [len(view.ids) for view in views]
+        return super().propose(views)
+
+
+def test_drafts_behind_short_and_long_contexts_are_timed_in_turn() -> None:
+    target, drafter = tiny_target("llama", max_position_embeddings=2048), NotingLookup()
+    draft_costs(target, contestants_of(target, drafter), [7] * 1000, contexts=(100, 1000), num_rounds=2)
+    assert [is_long for is_long, _ in groupby(drafter.contexts, lambda n: n >= 1000)] == [False, True, False, True]
 
 
 def test_reference_checkpoints_are_compared_and_a_changed_one_is_found_out(

@@ -36,7 +36,9 @@ def add_drafters(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     add_recorded(parser, limit="so many sessions only, families taking turns", has_excerpt=False)
     parser.add_argument("--drafter", action="append", default=[], metavar="D", help="measure this one; may be repeated")
     parser.add_argument("--quick", action="store_true", help="the short sessions of subset smoke: a few minutes")
+    parser.add_argument("--min-prompt", type=positive, metavar="N", help="leave out shorter prompts")
     parser.add_argument("--max-prompt", type=positive, metavar="N", help="leave out longer prompts")
+    parser.add_argument("--min-turns", type=positive, metavar="N", help="leave out sessions of fewer turns")
     parser.add_argument("--max-turns", type=positive, metavar="N", help="so many turns of a session, spread evenly")
     parser.add_argument("--no-grammar", action="store_true", help="do not hold tool calls to the tools' schemas")
     parser.add_argument("--repeats", type=int, metavar="N", help="rounds of what is timed apart; 0 leaves that out")
@@ -89,7 +91,9 @@ def _options(arguments: argparse.Namespace) -> DrafterOptions:
         "models": arguments.model and tuple(arguments.model),
         "subset": arguments.subset,
         "num_sessions": arguments.limit,
+        "min_turns": arguments.min_turns,
         "max_turns": arguments.max_turns,
+        "min_prompt": arguments.min_prompt,
         "max_prompt": arguments.max_prompt,
         "max_tokens": arguments.max_tokens,
         "num_rounds": arguments.repeats,

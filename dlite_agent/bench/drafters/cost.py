@@ -53,7 +53,7 @@ def draft_costs(
     contexts: Sequence[int],
     num_rounds: int,
 ) -> Costs:
-    """Measure all drafters at some context lengths, the drafters alternating.
+    """Measure all drafters at some context lengths, lengths and drafters alternating.
 
     Args:
         target: The target.
@@ -62,19 +62,25 @@ def draft_costs(
         contexts: Context lengths in tokens, ascending.
         num_rounds: How often each drafts at each.
     """
-    costs: Costs = {contestant.spec: {} for contestant in contestants}
-    sides = {contestant.spec: OurSide(target, end_ids=frozenset()) for contestant in contestants}
-    for context in contexts:
-        prompt = list(ids[:context])
-        assert len(prompt) == context
-        noise = _noise(target, prompt) if target.is_restorable else None
-        for contestant in contestants:
-            costs[contestant.spec][context] = DraftCost()
-            if noise is not None and not contestant.has_memory:
-                sides[contestant.spec] = noise
-        for _ in range(num_rounds):
+    costs: Costs = {contestant.spec: {context: DraftCost() for context in contexts} for contestant in contestants}
+    prompts = {context: list(ids[:context]) for context in contexts}
+    noise = {context: _noise(target, prompts[context]) for context in contexts} if target.is_restorable else {}
+    own: dict[tuple[str, int], OurSide] = {}
+    for number in range(num_rounds):
+        for context, prompt in prompts.items():
+            assert len(prompt) == context
             for contestant in contestants:
-                _draft(contestant, sides[contestant.spec], prompt, costs[contestant.spec][context])
+                if contestant.has_memory or not noise:
+                    side = own.setdefault((contestant.spec, context), OurSide(target, end_ids=frozenset()))
+                else:
+                    side = noise[context]
+                cost = costs[contestant.spec][context]
+                if number:
+                    _draft(contestant, side, prompt, cost)
+                    continue
+                held = contestant.held()
+                _draft(contestant, side, prompt, cost)
+                cost.held_bytes = contestant.held() - held
     return costs
 
 
@@ -92,4 +98,3 @@ def _draft(contestant: Contestant, side: OurSide, prompt: Sequence[int], cost: D
     for step in steps[_NOT_COUNTED:]:
         cost.draft_ms.append(step.draft_seconds * 1e3)
         cost.verify_ms.append(step.target_seconds * 1e3)
-    cost.held_bytes = contestant.held()

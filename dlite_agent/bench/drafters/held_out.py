@@ -54,6 +54,7 @@ def held_out_sessions(
     workloads: Path | None,
     *,
     subset: str | None = None,
+    min_turns: int = 1,
     limit: int | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> list[HeldOutSession]:
@@ -62,6 +63,7 @@ def held_out_sessions(
     Args:
         workloads: Folder of `agent/`, `general/`, `long_context/`, `subsets.json`.
         subset: A list of ids of `subsets.json`; None for all held-out sessions.
+        min_turns: Fewest turns of a session.
         limit: The first so many only.
         say: Is told what was left out.
 
@@ -84,8 +86,9 @@ def held_out_sessions(
         say(
             f"{num_others} of {len(wanted)} sessions are not held out: drafters were trained on them, they are left out"
         )
+    chosen = [session for session in chosen if len(session.turns) >= min_turns]
     if not chosen:
-        raise ConfigError(f"{workloads} holds no held-out session of those asked for; take another subset")
+        raise ConfigError(f"{workloads} holds no held-out session of those asked for; take another subset, fewer turns")
     return taking_turns(chosen, family=lambda session: session.family)[:limit]
 
 

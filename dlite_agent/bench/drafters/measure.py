@@ -53,7 +53,9 @@ class DrafterOptions:
         workloads: Recorded sessions.
         subset: A list of ids among them; None for all held-out sessions.
         num_sessions: The first so many, families taking turns; None for all.
-        max_turns: Most turns of a session; None for all.
+        min_turns: Fewest turns of a session that is measured.
+        max_turns: Most turns that are measured of each; None for all.
+        min_prompt: Shortest prompt.
         max_prompt: Longest prompt.
         max_tokens: Upper bound of tokens per reply.
         num_rounds: How often costs and turn changes are timed; 0 leaves them out.
@@ -70,7 +72,9 @@ class DrafterOptions:
     workloads: Path | None = None
     subset: str | None = None
     num_sessions: int | None = None
+    min_turns: int = 1
     max_turns: int | None = None
+    min_prompt: int = 0
     max_prompt: int = 16_000
     max_tokens: int = 64
     num_rounds: int = 5
@@ -84,6 +88,8 @@ class DrafterOptions:
     def __post_init__(self) -> None:
         if self.max_tokens < 3:
             raise ConfigError(f"max_tokens is {self.max_tokens}; expected at least 3: a first token, a draft, a bonus")
+        if self.min_prompt > self.max_prompt:
+            raise ConfigError(f"no prompt has from {self.min_prompt} to {self.max_prompt} tokens; lower min_prompt")
         if self.num_rounds < 0:
             raise ConfigError(f"num_rounds is {self.num_rounds}; expected 0 or more")
 
@@ -114,7 +120,13 @@ def measure(
         journal_path: Keeps finished sessions, so that an interrupted run goes on where it was.
         say: Is told what is being done.
     """
-    sessions = held_out_sessions(options.workloads, subset=options.subset, limit=options.num_sessions, say=say)
+    sessions = held_out_sessions(
+        options.workloads,
+        subset=options.subset,
+        min_turns=options.min_turns,
+        limit=options.num_sessions,
+        say=say,
+    )
     checks = {} if options.golden is None else {"golden_max_err": golden_error(options.golden)}
     reports = {}
     for model in options.models:
@@ -203,7 +215,14 @@ class _Bench:
     ) -> list[Record]:
         options = self._options
         specs = [contestant.spec for contestant in contestants]
-        bounds = Bounds(options.max_prompt, options.max_tokens, options.max_turns, options.has_grammar, options.seed)
+        bounds = Bounds(
+            options.max_prompt,
+            options.max_tokens,
+            options.max_turns,
+            options.has_grammar,
+            options.seed,
+            min_prompt=options.min_prompt,
+        )
         configuration = {"target": self._target.fingerprint, "drafters": specs, **asdict(bounds)}
         return measure_sessions(
             SessionBench(self._runtime, contestants, bounds),

@@ -99,6 +99,8 @@ class Bounds:
         max_turns: Most turns of a session, spread evenly; None for all.
         has_grammar: Whether tool calls are held to the tools' schemas.
         seed: Names the sampling noise.
+        min_prompt: Shortest prompt. The turn before the first that is long enough is decoded too, but not counted: a
+            drafter with a memory comes there having read as much as it would have in use.
     """
 
     max_prompt: int
@@ -106,6 +108,7 @@ class Bounds:
     max_turns: int | None = None
     has_grammar: bool = True
     seed: int = 0
+    min_prompt: int = 0
 
     def sampling(self) -> dict[Mode, SamplingParams]:
         """Return how tokens are drawn, in the order in which the modes are measured."""
@@ -126,19 +129,27 @@ class SessionBench:
 
     def measure(self, session: HeldOutSession) -> list[Record]:
         """Measure every contestant on a session; one record each."""
-        records = [Record(session.id, session.family, session.is_agent, c.spec) for c in self._contestants]
+        records, uncounted = self._new_records(session), self._new_records(session)
         sides = self._new_sides()
         replies: dict[int, str] = {}
+        before: tuple[int, tuple[int, ...]] | None = None
         for index, ids in self._prompts(session, replies):
-            if len(ids) > self._most:
+            turn = session.turns[index]
+            if not self._bounds.min_prompt <= len(ids) <= self._most:
                 for record in records:
                     record.skipped += 1
+                before = (index, ids) if len(ids) <= self._most else None
                 continue
-            turn = session.turns[index]
+            if before is not None:
+                self._turn(sides, uncounted, before[1], session.turns[before[0]].tools, turn=before[0])
+                before = None
             laps = self._turn(sides, records, ids, turn.tools, turn=index)
             self._take(records, laps, ids, turn.tools, turn=index)
             replies[len(turn.messages)] = self._text(_tokens(laps["speed"][0]))
         return records
+
+    def _new_records(self, session: HeldOutSession) -> list[Record]:
+        return [Record(session.id, session.family, session.is_agent, c.spec) for c in self._contestants]
 
     def _prompts(self, session: HeldOutSession, replies: Mapping[int, str]) -> Iterator[tuple[int, tuple[int, ...]]]:
         """Yield the turns to measure and their prompts; `replies` are the target's own, by their place."""
@@ -287,7 +298,7 @@ def measure_sessions(
                 journal.add(record.as_dict())
             known = {record.drafter: record for record in measured}
             num_wrong = sum(len(record.mismatches) for record in measured)
-            counts = f"{measured[0].turns} turns, {measured[0].skipped} too long, {num_wrong} mismatches"
+            counts = f"{measured[0].turns} turns, {measured[0].skipped} left out, {num_wrong} mismatches"
             say(f"{number} of {len(sessions)}: {session.id}: {counts}")
         records += [known[spec] for spec in specs]
     return records

@@ -86,7 +86,7 @@ class Record:
         is_agent: Whether it is an agent's.
         drafter: The drafter, as it was asked for.
         turns: Turns measured.
-        skipped: Turns whose prompt is too long.
+        skipped: Turns whose prompt is too short or too long.
         faults: Drafts dropped because the drafter broke its contract.
         cells: Passes by place.
         accepted_at: Of the greedy drafts, how many were accepted at each position.
