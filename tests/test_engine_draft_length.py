@@ -73,6 +73,25 @@ def test_the_cost_between_two_counts_is_the_larger_ones_and_beyond_it_grows() ->
     assert [cost(n) for n in (1, 2, 4, 5, 8, 16)] == [1.0, 2.0, 2.0, 3.0, 3.0, 6.0]
 
 
+def test_a_pass_costs_no_more_than_a_larger_one_whatever_was_measured() -> None:
+    cost = PassCost({1: 3.0, 2: 2.0, 4: 9.0, 8: 2.5, 16: 4.0})
+    assert [cost(n) for n in (1, 2, 3, 4, 8, 9, 32)] == [2.0, 2.0, 2.5, 2.5, 2.5, 4.0, 8.0]
+
+
+def test_a_while_in_which_the_machine_is_busy_spoils_no_cost(llama: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, num_readings = 0.0, 0
+
+    def clock() -> float:
+        nonlocal now, num_readings
+        num_readings += 1
+        now += 10.0 if 20 < num_readings <= 60 else 1.0  # between the tenth pass and the thirtieth
+        return now
+
+    monkeypatch.setattr("dlite_agent.engine.draft_length.time.perf_counter", clock)
+    assert set(PassCost.measure(llama).seconds.values()) == {1.0}
+    assert num_readings > 80
+
+
 @pytest.mark.parametrize("seconds", [{}, {2: 1.0}, {1: 0.0}, {1: -1.0}])
 def test_costs_that_cannot_be_are_refused(seconds: dict[int, float]) -> None:
     with pytest.raises(ValueError, match="pass costs"):

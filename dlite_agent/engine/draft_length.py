@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from dlite_agent.engine.target import Target
 
 _ROWS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
-_REPEATS = 3
+_ROUNDS = 5
 _CONTEXT = 64
 _UNLIMITED = 1 << 30
 
@@ -72,7 +72,10 @@ class FixedLength:
 
 @dataclass(frozen=True, slots=True)
 class PassCost:
-    """Seconds of one target pass by rows; between two measured counts it is that of the larger one."""
+    """Seconds of one target pass by rows, as measured at some counts.
+
+    A pass costs no more than one of more rows: where a smaller count seems to, something else was going on.
+    """
 
     seconds: dict[int, float]
 
@@ -85,7 +88,7 @@ class PassCost:
         largest = max(self.seconds)
         if num_rows > largest:
             return self.seconds[largest] * num_rows / largest
-        return self.seconds[min(count for count in self.seconds if count >= num_rows)]
+        return min(seconds for count, seconds in self.seconds.items() if count >= num_rows)
 
     @classmethod
     def of(cls, target: Target, *, folder: Path | None = None) -> PassCost:
@@ -104,22 +107,23 @@ class PassCost:
 
     @classmethod
     def measure(cls, target: Target) -> PassCost:
-        """Time passes behind a short context; the least of a few, since a busy machine only ever adds."""
+        """Time passes behind a short context, all counts in turn, a few times: a busy while must not hit one alone.
+
+        The least time of each is taken: whatever else the machine does only ever adds.
+        """
         cache = target.new_cache()
         context = [i % target.vocab_size for i in range(min(_CONTEXT, target.max_positions // 2))]
-        seconds = {}
-        for num_rows in _ROWS:
-            if len(context) + num_rows > target.max_positions:
-                break
-            times = []
-            for _ in range(_REPEATS):
-                cache.crop_to(0)
-                target.forward(context, cache)
+        counts = [num_rows for num_rows in _ROWS if len(context) + num_rows <= target.max_positions]
+        seconds = dict.fromkeys(counts, math.inf)
+        for _ in range(_ROUNDS):
+            for num_rows in counts:
+                cache.crop_to(len(context))
+                if missing := context[cache.num_rows :]:
+                    target.forward(missing, cache)
                 start = time.perf_counter()
                 output = target.forward(context[:1] * num_rows, cache, num_logits=num_rows, num_features=num_rows)
                 output.logits[-1, -1].item()  # a device may still be computing
-                times.append(time.perf_counter() - start)
-            seconds[num_rows] = min(times)
+                seconds[num_rows] = min(seconds[num_rows], time.perf_counter() - start)
         return cls(seconds)
 
 
