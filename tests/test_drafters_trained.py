@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from dlite_agent.drafters import baselines, checkpoint
+from dlite_agent.drafters.history import KINDS
 from dlite_agent.drafters.loading import TRAINED
 from dlite_agent.model_registry import REGISTRY
 from dlite_agent.train.split import held_out_groups, read_groups, read_listed_ids
@@ -29,8 +30,9 @@ def manifest(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "corpus.jsonl").read_text().splitlines()]
 
 
-def test_smollm2_and_the_default_model_have_one() -> None:
-    assert {"smollm2-135m-dlite", "qwen2.5-coder-1.5b-dlite"} <= {folder.name for folder in FOLDERS}
+def test_smollm2_and_the_default_model_have_one_and_smollm2_what_it_is_measured_against() -> None:
+    smollm2 = {f"smollm2-135m-{kind}" for kind in ("dlite", *KINDS)}
+    assert {*smollm2, "qwen2.5-coder-1.5b-dlite"} <= {folder.name for folder in FOLDERS}
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
