@@ -16,7 +16,7 @@ from langchain_core.tools import BaseTool, tool
 
 from dlite_agent.bench.agent import house as houses
 from dlite_agent.bench.agent.attacks import FILES, PYTHON, READ_ONLY_SQL, SQL, WRITABLE_SQL
-from dlite_agent.bench.agent.house import ROOMY, SECRET, SHORT, House, built, call, is_confined
+from dlite_agent.bench.agent.house import ROOMY, SECRET, SHORT, House, built, call, database_seconds, is_confined
 from dlite_agent.tools import database_tool, default_tools, note_tools, python_tool
 
 
@@ -48,21 +48,23 @@ def test_an_attack_by_a_program(house: House, code: str, expected: str) -> None:
     tool = python_tool(house.work, limits=SHORT if "stopped after" in expected else ROOMY)
     attack(house, tool, {"code": code}, expected)
     assert sum(file.lstat().st_size for file in house.work.iterdir()) < 900 << 20
-    assert call(tool, {"code": "print(open('a.txt').read(), end='')\n6 * 7"}).content == "fine\n42"
+    roomy = python_tool(house.work, limits=ROOMY)
+    assert call(roomy, {"code": "print(open('a.txt').read(), end='')\n6 * 7"}).content == "fine\n42"
 
 
 @pytest.mark.parametrize(("sql", "expected"), [pytest.param(*line[1:], id=line[0]) for line in SQL + READ_ONLY_SQL])
 def test_an_attack_by_sql_that_may_read(house: House, sql: str, expected: str) -> None:
-    tool = database_tool(house.database, timeout_s=1)
-    attack(house, tool, {"sql": sql}, expected)
+    attack(house, database_tool(house.database, timeout_s=database_seconds(expected)), {"sql": sql}, expected)
     assert os.listdir(house.database.parent) == ["people.db"]
+    tool = database_tool(house.database, timeout_s=30)
     assert call(tool, {"sql": "SELECT * FROM people"}).content == "name | age\nAnn | 41\n(1 row)"
 
 
 @pytest.mark.parametrize(("sql", "expected"), [pytest.param(*line[1:], id=line[0]) for line in SQL[:7] + WRITABLE_SQL])
 def test_an_attack_by_sql_that_may_write(house: House, sql: str, expected: str) -> None:
-    tool = database_tool(house.database, is_writable=True, timeout_s=1)
-    attack(house, tool, {"sql": sql}, expected)
+    seconds = database_seconds(expected)
+    attack(house, database_tool(house.database, is_writable=True, timeout_s=seconds), {"sql": sql}, expected)
+    tool = database_tool(house.database, is_writable=True, timeout_s=30)
     assert call(tool, {"sql": "INSERT INTO people VALUES ('Bo', 7)"}).content == "done (1 rows changed)"
     assert "(2 rows)" in call(tool, {"sql": "SELECT * FROM people"}).content
 

@@ -157,8 +157,13 @@ def all_attacks() -> list[Attack]:
     found: list[Attack] = [(f"files: {name}", _planted(tool), args, says) for name, tool, args, says in FILES]
     if is_confined():
         found += [(f"python: {name}", _python(says), {"code": code}, says) for name, code, says in PYTHON]
-    found += [(f"sql: {name}", _database(False), {"sql": sql}, says) for name, sql, says in SQL + READ_ONLY_SQL]
-    return found + [(f"sql: {name}", _database(True), {"sql": sql}, says) for name, sql, says in WRITABLE_SQL]
+    found += [(f"sql: {name}", _database(says, False), {"sql": sql}, says) for name, sql, says in SQL + READ_ONLY_SQL]
+    return found + [(f"sql: {name}", _database(says, True), {"sql": sql}, says) for name, sql, says in WRITABLE_SQL]
+
+
+def database_seconds(expected: str) -> float:
+    """Return how long a statement may run: briefly where that is attacked, else as long as a busy machine takes."""
+    return 1 if re.search("longer than|stopped after", expected) else 30
 
 
 def is_confined() -> bool:
@@ -186,8 +191,9 @@ def _python(expected: str) -> Callable[[House], BaseTool]:
     return make
 
 
-def _database(is_writable: bool) -> Callable[[House], BaseTool]:
-    return lambda house: database_tool(house.database, is_writable=is_writable, timeout_s=1)
+def _database(expected: str, is_writable: bool) -> Callable[[House], BaseTool]:
+    seconds = database_seconds(expected)
+    return lambda house: database_tool(house.database, is_writable=is_writable, timeout_s=seconds)
 
 
 def _receives(receive: Callable[[], object]) -> bool:
