@@ -315,6 +315,8 @@ def test_what_cannot_be_measured_is_refused(
     assert "nosuch" in fails(capsys, "--model", model, "--workloads", workloads, "--subset", "nosuch")
     assert "nosuch" in fails(capsys, "--model", model, "--workloads", workloads, "--drafter", "nosuch")
     assert "reference checkpoint" in fails(capsys, "--workloads", workloads, "--golden", tmp_path)
+    asked: list[str | Path] = ["--quick", "--model", model, "--workloads", workloads, "--drafter", "lookup"]
+    assert "no turn" in fails(capsys, *asked, "--min-prompt", "1", "--max-prompt", "1")
     for wrong in ({"max_tokens": 2}, {"num_rounds": -1}, {"min_prompt": 20_000}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             DrafterOptions(**wrong)  # type: ignore[arg-type]
@@ -521,6 +523,15 @@ def test_too_short_prompts_are_not_counted_but_the_last_of_them_is_decoded(runti
             assert (record.turns, record.skipped) == (len(counted), 3 - len(counted))
             assert 0 < record.turn_tokens < whole.turn_tokens
         assert decoded <= min(reader.seen) <= decoded + 1
+
+
+def test_a_long_question_behind_a_short_one_is_asked_behind_its_reply(runtime: Runtime, workloads: Path) -> None:
+    (session,) = [s for s in held_out_sessions(workloads) if s.id == "mt_bench/0"]
+    contestants = contestants_of(runtime.target, NullDrafter())
+    (whole,) = SessionBench(runtime, contestants, Bounds(1000, 12)).measure(session)
+    (late,) = SessionBench(runtime, contestants, Bounds(1000, 12, min_prompt=whole.held[1][0])).measure(session)
+    assert late.held == whole.held[1:]
+    assert (late.turns, late.skipped) == (1, 1)
 
 
 # What drafters hold.

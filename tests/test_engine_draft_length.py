@@ -98,7 +98,14 @@ def test_costs_that_cannot_be_are_refused(seconds: dict[int, float]) -> None:
         PassCost(seconds)
 
 
-@pytest.mark.parametrize("damage", [None, "{", "[]", "{}", '{"1": "x"}', '{"1": -3}', '{"a": 1}'])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *[None, "{", "[]", "{}", '{"1": "x"}', '{"1": -3}', '{"a": 1}'],
+        pytest.param('{"1": 1' + "0" * 400 + "}", id="huge"),
+        pytest.param("[" * 100_000, id="deep"),
+    ],
+)
 def test_costs_are_measured_once_and_again_if_the_file_is_damaged(
     llama: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str | None
 ) -> None:

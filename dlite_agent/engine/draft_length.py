@@ -95,10 +95,10 @@ class PassCost:
         """Return the target's costs on this machine, measuring them if they are not in `folder` yet."""
         path = None
         if folder is not None:
-            path = folder / f"pass-cost-{target.fingerprint}-{table_path(folder, target.dtype).stem}.json"
+            path = folder / f"pass-seconds-{target.fingerprint}-{table_path(folder, target.dtype).stem}.json"
             try:
                 return cls({int(rows): float(seconds) for rows, seconds in json.loads(path.read_text()).items()})
-            except (OSError, ValueError, AttributeError, TypeError):
+            except (OSError, ValueError, AttributeError, TypeError, OverflowError, RecursionError):
                 pass  # not there, or damaged: measured again
         cost = cls.measure(target)
         if path is not None:

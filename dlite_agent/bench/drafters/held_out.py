@@ -36,14 +36,18 @@ class HeldOutSession:
     is_agent: bool
     turns: tuple[Turn, ...]
 
+    @property
+    def needs_replies(self) -> bool:
+        """Whether some turn needs the target's reply to one before."""
+        return any(message is None for turn in self.turns for message in turn.messages)
+
     def chosen_turns(self, count: int | None) -> list[int]:
         """Return the indices of the turns to measure, at most `count`, spread evenly, the first and last among them.
 
         Where a turn needs the reply to one before, it is all of them.
         """
         last = len(self.turns) - 1
-        needs_replies = any(message is None for turn in self.turns for message in turn.messages)
-        if count is None or count > last or needs_replies:
+        if count is None or count > last or self.needs_replies:
             return list(range(last + 1))
         if count == 1:
             return [last]

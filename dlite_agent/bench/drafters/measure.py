@@ -119,6 +119,9 @@ def measure(
         settings: Where models are.
         journal_path: Keeps finished sessions, so that an interrupted run goes on where it was.
         say: Is told what is being done.
+
+    Raises:
+        ConfigError: If there are no such sessions, or no turn of theirs fits.
     """
     sessions = held_out_sessions(
         options.workloads,
@@ -138,6 +141,8 @@ def measure(
         finally:
             runtimes.close_all()
             gc.collect()
+    if not any(record.turns for report in reports.values() for record in report.records.of(PLAIN)):
+        raise ConfigError("no turn has a prompt of those lengths and room for a reply; change min_prompt or max_prompt")
     return reports
 
 

@@ -99,8 +99,8 @@ class Bounds:
         max_turns: Most turns of a session, spread evenly; None for all.
         has_grammar: Whether tool calls are held to the tools' schemas.
         seed: Names the sampling noise.
-        min_prompt: Shortest prompt. The turn before the first that is long enough is decoded too, but not counted: a
-            drafter with a memory comes there having read as much as it would have in use.
+        min_prompt: Shortest prompt. Of the turns taken, the last that is too short is decoded too, but not counted: a
+            drafter with a memory comes to the next having read as much as it would have in use.
     """
 
     max_prompt: int
@@ -135,16 +135,19 @@ class SessionBench:
         before: tuple[int, tuple[int, ...]] | None = None
         for index, ids in self._prompts(session, replies):
             turn = session.turns[index]
-            if not self._bounds.min_prompt <= len(ids) <= self._most:
+            is_counted = self._bounds.min_prompt <= len(ids) <= self._most
+            if not is_counted:
                 for record in records:
                     record.skipped += 1
                 before = (index, ids) if len(ids) <= self._most else None
-                continue
-            if before is not None:
+                if before is None or not session.needs_replies:
+                    continue
+            elif before is not None:
                 self._turn(sides, uncounted, before[1], session.turns[before[0]].tools, turn=before[0])
-                before = None
-            laps = self._turn(sides, records, ids, turn.tools, turn=index)
-            self._take(records, laps, ids, turn.tools, turn=index)
+            before = None
+            laps = self._turn(sides, records if is_counted else uncounted, ids, turn.tools, turn=index)
+            if is_counted:
+                self._take(records, laps, ids, turn.tools, turn=index)
             replies[len(turn.messages)] = self._text(_tokens(laps["speed"][0]))
         return records
 
