@@ -48,23 +48,21 @@ def test_an_attack_by_a_program(house: House, code: str, expected: str) -> None:
     tool = python_tool(house.work, limits=SHORT if "stopped after" in expected else ROOMY)
     attack(house, tool, {"code": code}, expected)
     assert sum(file.lstat().st_size for file in house.work.iterdir()) < 900 << 20
-    roomy = python_tool(house.work, limits=ROOMY)
-    assert call(roomy, {"code": "print(open('a.txt').read(), end='')\n6 * 7"}).content == "fine\n42"
+    assert call(tool, {"code": "print(open('a.txt').read(), end='')\n6 * 7"}).content == "fine\n42"
 
 
 @pytest.mark.parametrize(("sql", "expected"), [pytest.param(*line[1:], id=line[0]) for line in SQL + READ_ONLY_SQL])
 def test_an_attack_by_sql_that_may_read(house: House, sql: str, expected: str) -> None:
-    attack(house, database_tool(house.database, timeout_s=database_seconds(expected)), {"sql": sql}, expected)
+    tool = database_tool(house.database, timeout_s=database_seconds(expected))
+    attack(house, tool, {"sql": sql}, expected)
     assert os.listdir(house.database.parent) == ["people.db"]
-    tool = database_tool(house.database, timeout_s=30)
     assert call(tool, {"sql": "SELECT * FROM people"}).content == "name | age\nAnn | 41\n(1 row)"
 
 
 @pytest.mark.parametrize(("sql", "expected"), [pytest.param(*line[1:], id=line[0]) for line in SQL[:7] + WRITABLE_SQL])
 def test_an_attack_by_sql_that_may_write(house: House, sql: str, expected: str) -> None:
-    seconds = database_seconds(expected)
-    attack(house, database_tool(house.database, is_writable=True, timeout_s=seconds), {"sql": sql}, expected)
-    tool = database_tool(house.database, is_writable=True, timeout_s=30)
+    tool = database_tool(house.database, is_writable=True, timeout_s=database_seconds(expected))
+    attack(house, tool, {"sql": sql}, expected)
     assert call(tool, {"sql": "INSERT INTO people VALUES ('Bo', 7)"}).content == "done (1 rows changed)"
     assert "(2 rows)" in call(tool, {"sql": "SELECT * FROM people"}).content
 

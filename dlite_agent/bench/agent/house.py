@@ -192,8 +192,7 @@ def _python(expected: str) -> Callable[[House], BaseTool]:
 
 
 def _database(expected: str, is_writable: bool) -> Callable[[House], BaseTool]:
-    seconds = database_seconds(expected)
-    return lambda house: database_tool(house.database, is_writable=is_writable, timeout_s=seconds)
+    return lambda house: database_tool(house.database, is_writable=is_writable, timeout_s=database_seconds(expected))
 
 
 def _receives(receive: Callable[[], object]) -> bool:
